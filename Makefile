@@ -1,0 +1,43 @@
+# The one list of commands, for people and for CI. Every target starts from a bare clone.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+# Torch's threads otherwise spin against every other busy process.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help venv demo test check protos model clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+venv: .venv/.installed ## create .venv and install everything from the project's own files
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[runtime,text,convert,dev]'
+	touch $@
+
+demo: venv model ## the worked example, then real text under page pressure
+	$(BIN)/pagemirror demo
+
+test: venv model ## the whole test suite
+	$(BIN)/python -m pytest
+
+check: venv ## lint, format, types, dependency contracts, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_protos.py --check
+
+protos: venv ## regenerate the protobuf code
+	$(BIN)/python tools/generate_protos.py
+
+model: venv models/smollm2-135m-instruct/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it once
+
+models/smollm2-135m-instruct/model.safetensors:
+	$(BIN)/python tools/make_model.py
+
+clean: ## remove what was built, models included
+	rm -rf .venv models dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,114 @@
+"""What the scheduler core hands out and takes back: one ForwardOp a step, one StepResult for it, both plain numpy columns.
+
+Column for column these are the messages of `proto/pagemirror/v1/forward.proto`, whose comments are the reference. The core
+knows no message class; `scheduler_service.wire` converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from scheduler_service.core.request import Request
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+NO_TOKEN = -1
+"""Entry of `StepResult.tokens` for a row that sampled nothing."""
+
+
+class Cause(StrEnum):
+    """Which transition put a row into an op."""
+
+    FIRST_CHUNK = "first_chunk"
+    CONTINUATION = "continuation"
+    PREFILL_DONE_TO_DECODE = "prefill_done_to_decode"
+    DECODE = "decode"
+    RESUME = "resume"
+
+
+class RowStatus(IntEnum):
+    """How one row fared in a step; the numbers are those of the wire."""
+
+    OK = 0
+    NON_FINITE = 1
+    CLAMPED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen; the defaults are greedy.
+
+    `temperature` in [0, 100], 0 is greedy; `top_k` at least 1 or None for all; `top_p` in (0, 1]; `min_p` in [0, 1]; `seed`
+    unsigned 64-bit; `min_new_tokens` counts output tokens before which stop ids are not sampled.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_new_tokens: int = 0
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStart:
+    """What the runtime must know of a request before the first op of a lease."""
+
+    req_pool_index: int
+    request_id: str
+    sampling: SamplingParams = GREEDY
+    stop_ids: tuple[int, ...] = ()
+    prompt_len: int = 0
+    traceparent: str = ""
+
+
+@dataclass(slots=True)
+class ForwardOp:
+    """One step, R rows: extend rows `[0, num_extend_rows)`, then decode rows.
+
+    `requests` and `causes` stay on this side of the wire: a result is looked up through the op it answers, never through the
+    present row table.
+    """
+
+    session_no: int
+    step: int
+    req_pool_indices: Int32Array  # [R]
+    row_generations: Int32Array  # [R]
+    row_lens: Int32Array  # [R], pages
+    begins: Int32Array  # [R], pages
+    sizes: Int32Array  # [R], pages
+    full_refresh: BoolArray  # [R]
+    occupied_pages: Int32Array  # concatenated: row_len entries where full_refresh, else size entries
+    num_computed: Int32Array  # [R], tokens
+    num_extend_rows: int
+    input_lens: Int32Array  # [R], tokens
+    input_ids: Int32Array  # concatenated over the extend rows
+    sample: BoolArray  # [R]
+    released_rows: Int32Array
+    lease_starts: list[LeaseStart] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.req_pool_indices)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The runtime's answer to one op: one entry per row of that op, in its order."""
+
+    session_no: int
+    step: int
+    tokens: Int32Array  # [R], NO_TOKEN where the row sampled nothing
+    row_status: npt.NDArray[np.uint8] | None = None  # [R] RowStatus; None: all OK
