@@ -96,12 +96,21 @@ class ForwardOp:
     sample: BoolArray  # [R]
     released_rows: Int32Array
     lease_starts: list[LeaseStart] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    causes: list[Cause] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)  # [R]
+    extend_causes: list[Cause] = field(default_factory=list)  # [num_extend_rows]
+    first_decodes: BoolArray | None = None  # [R - num_extend_rows], rows that came from PrefillDone; None: no row did
 
     @property
     def num_rows(self) -> int:
         return len(self.req_pool_indices)
+
+    @property
+    def causes(self) -> list[Cause]:
+        """Which transition put each row here, [R]."""
+        if self.first_decodes is None:
+            return self.extend_causes + [Cause.DECODE] * (self.num_rows - self.num_extend_rows)
+        decodes = [Cause.PREFILL_DONE_TO_DECODE if first else Cause.DECODE for first in self.first_decodes]
+        return self.extend_causes + decodes
 
 
 @dataclass(slots=True)

@@ -1,0 +1,140 @@
+"""From the rows that were chosen to the columns of a ForwardOp; the rows advance here."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_service.core.config import RefreshPolicy
+from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, LeaseStart
+from scheduler_service.core.placement import Placement
+from scheduler_service.core.policy import Choice
+from scheduler_service.core.request import Request
+from scheduler_service.core.row_table import Phase
+from scheduler_service.core.states import Event, State, transition_of
+
+_NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
+
+EVENT_OF_CAUSE = {
+    Cause.FIRST_CHUNK: Event.SCHEDULE_PREFILL_FIRST_CHUNK,
+    Cause.CONTINUATION: Event.SCHEDULE_PREFILL,
+    Cause.RESUME: Event.SCHEDULE_DECODE_FROM_RETRACTED,
+    Cause.PREFILL_DONE_TO_DECODE: Event.SCHEDULE_DECODE,
+    Cause.DECODE: Event.SCHEDULE_DECODE,
+}
+
+_PHASE_OF_STATE = {
+    State.PREFILLING: Phase.PREFILLING,
+    State.PREFILL_DONE: Phase.PREFILL_DONE,
+    State.DECODING: Phase.DECODING,
+}
+
+
+def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -> ForwardOp:
+    """Advance the chosen rows by their transitions and write them down as an op.
+
+    Decode rows that change neither state nor earlier pages cost a fixed number of numpy calls, however many there are.
+    """
+    rows = placement.rows
+    num_extend = len(choice.extends)
+    decodes = choice.decodes
+    first_decodes = rows.phase[decodes] == Phase.PREFILL_DONE
+    indices = np.concatenate((np.array([extend.row for extend in choice.extends], dtype=np.int32), decodes))
+    requests: list[Request] = placement.request_of_row[indices].tolist()
+    input_lens = np.ones(len(indices), dtype=np.int32)
+    input_lens[:num_extend] = [extend.input_len for extend in choice.extends]
+    num_computed = rows.num_computed[indices]
+    computed_after = num_computed + input_lens
+    sample = np.ones(len(indices), dtype=np.bool_)
+    sample[:num_extend] = computed_after[:num_extend] == rows.num_known[indices[:num_extend]]
+    row_lens = rows.num_pages[indices]
+    begins = np.minimum(rows.sent_len[indices], row_lens)
+    by_table = np.zeros(len(indices), dtype=np.bool_)
+    by_table[num_extend:] = first_decodes
+    by_table[:num_extend] = [
+        transition_of(request.request_id, request.state, EVENT_OF_CAUSE[extend.cause]).full_refresh
+        for request, extend in zip(requests, choice.extends, strict=False)
+    ]
+    full_refresh = _refresh_bits(placement, indices, by_table)
+    starts = np.where(full_refresh, np.int32(0), begins)
+    op = ForwardOp(
+        session_no=session_no,
+        step=step,
+        req_pool_indices=indices,
+        row_generations=rows.generation[indices],
+        row_lens=row_lens,
+        begins=begins,
+        sizes=row_lens - begins,
+        full_refresh=full_refresh,
+        occupied_pages=rows.gather(indices, starts),
+        num_computed=num_computed,
+        num_extend_rows=num_extend,
+        input_lens=input_lens,
+        input_ids=_input_ids(choice, requests, num_computed),
+        sample=sample,
+        released_rows=np.array(placement.released_rows, dtype=np.int32),
+        lease_starts=[
+            lease_start(requests[index])
+            for index, extend in enumerate(choice.extends)
+            if extend.cause is not Cause.CONTINUATION
+        ],
+        requests=requests,
+        extend_causes=[extend.cause for extend in choice.extends],
+        first_decodes=first_decodes if first_decodes.any() else None,
+    )
+    placement.released_rows.clear()
+    rows.mark_sent(indices, starts)
+    rows.num_computed[indices] = computed_after
+    rows.num_outstanding[indices] += 1
+    _move_requests(placement, choice, requests, sample, first_decodes)
+    return op
+
+
+def lease_start(request: Request) -> LeaseStart:
+    """What the runtime is told of a request at the start of a lease."""
+    needs_stops = request.sampling.min_new_tokens > 0
+    return LeaseStart(
+        req_pool_index=request.row,
+        request_id=request.request_id,
+        sampling=request.sampling,
+        stop_ids=request.stop_ids if needs_stops else (),
+        prompt_len=request.prompt_len if needs_stops else 0,
+        traceparent=request.traceparent,
+    )
+
+
+def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray) -> BoolArray:
+    rows = placement.rows
+    policy = placement.config.refresh_policy
+    if policy is RefreshPolicy.TAIL_ONLY:
+        return np.zeros(len(indices), dtype=np.bool_)
+    if policy is RefreshPolicy.ALWAYS:
+        return np.ones(len(indices), dtype=np.bool_)
+    bits: BoolArray = rows.unsent[indices] | rows.dirty[indices]
+    if policy is RefreshPolicy.TRANSITION:
+        return bits | by_table
+    for index in np.flatnonzero(rows.dirty[indices] & ~rows.unsent[indices]).tolist():
+        bits[index] = rows.changed_since_sent(int(indices[index]))
+    return bits
+
+
+def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array) -> Int32Array:
+    parts = [
+        request.token_slice(int(start), int(start) + extend.input_len)
+        for extend, request, start in zip(choice.extends, requests, num_computed, strict=False)
+    ]
+    return np.concatenate(parts) if parts else _NO_TOKENS
+
+
+def _move_requests(
+    placement: Placement, choice: Choice, requests: list[Request], sample: BoolArray, first_decodes: BoolArray
+) -> None:
+    phase = placement.rows.phase
+    for index, extend in enumerate(choice.extends):
+        request = requests[index]
+        whole = State.DECODING if extend.cause is Cause.RESUME else State.PREFILL_DONE
+        request.move(EVENT_OF_CAUSE[extend.cause], whole if sample[index] else State.PREFILLING)
+        phase[extend.row] = _PHASE_OF_STATE[request.state]
+    num_extend = len(choice.extends)
+    for index in np.flatnonzero(first_decodes).tolist():
+        requests[num_extend + index].move(Event.SCHEDULE_DECODE, State.DECODING)
+        phase[choice.decodes[index]] = Phase.DECODING

@@ -1,0 +1,91 @@
+"""The pool of physical KV pages.
+
+Every page id in [1, num_pages] is in exactly one state: free, private (in one request's row and in no other) or cached (owned by
+the prefix tree). Page 0 is reserved: kernels send what must not be stored there. Free pages form a stack, the lowest id on top at
+the start, so that grants are slices and the page most recently released is granted first.
+
+No page is ever held back for an acknowledgement: ops are applied in the order of one stream, so an op that reuses a page runs
+after the op that used it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.ops import Int32Array
+
+
+class PageState(IntEnum):
+    FREE = 0
+    PRIVATE = 1
+    CACHED = 2
+
+
+class PagePool:
+    """Free stack and state of every page; all calls take and return int32 arrays of page ids.
+
+    Every call checks first and changes state last, so a call that raises `PageAccountingError` has changed nothing.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
+        self._states = np.empty(num_pages + 1, dtype=np.uint8)
+        self.reset()
+
+    def reset(self) -> None:
+        """Free every page."""
+        self._stack[:] = np.arange(self.num_pages, 0, -1, dtype=np.int32)
+        self._states[:] = PageState.FREE
+        self._states[0] = PageState.CACHED  # never granted, never given
+        self.num_free = self.num_pages
+        self.num_cached = 0
+
+    @property
+    def num_private(self) -> int:
+        return self.num_pages - self.num_free - self.num_cached
+
+    def take(self, count: int) -> Int32Array:
+        """Grant `count` pages, top of the stack first; they become private."""
+        if count > self.num_free:
+            raise PageAccountingError(f"{count} pages wanted, {self.num_free} free")
+        low = self.num_free - count
+        pages = self._stack[low : self.num_free][::-1].copy()
+        self.num_free = low
+        self._states[pages] = PageState.PRIVATE
+        return pages
+
+    def give(self, pages: Int32Array) -> None:
+        """Free private or cached pages, pushed in the order given: the last one is granted next."""
+        count = len(pages)
+        if count == 0:
+            return
+        states = self._states[pages]
+        if (states == PageState.FREE).any() or (pages < 1).any():
+            bad = pages[(states == PageState.FREE) | (pages < 1)]
+            raise PageAccountingError(f"pages {bad.tolist()} are given back, but are free already or reserved")
+        if count > 1 and len(np.unique(pages)) != count:
+            raise PageAccountingError(f"pages {pages.tolist()} are given back, one of them twice")
+        self._stack[self.num_free : self.num_free + count] = pages
+        self.num_free += count
+        self.num_cached -= int((states == PageState.CACHED).sum())
+        self._states[pages] = PageState.FREE
+
+    def publish(self, pages: Int32Array) -> None:
+        """Hand private pages to the prefix tree."""
+        if (self._states[pages] != PageState.PRIVATE).any():
+            bad = pages[self._states[pages] != PageState.PRIVATE]
+            raise PageAccountingError(f"pages {bad.tolist()} are published, but are not private")
+        self._states[pages] = PageState.CACHED
+        self.num_cached += len(pages)
+
+    def free_pages(self) -> Int32Array:
+        """Copy of the free stack, bottom first; for audits."""
+        return self._stack[: self.num_free].copy()
+
+    def pages_in(self, state: PageState) -> Int32Array:
+        """All page ids in `state`, ascending; O(num_pages), for audits."""
+        return (np.flatnonzero(self._states[1:] == state) + 1).astype(np.int32)

@@ -1,0 +1,173 @@
+"""Where requests are: the pool, the prefix tree and the row table, and the moves between them.
+
+Each method is one whole move of one row and leaves the three consistent. When to make which move is `policy`'s affair.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+import numpy as np
+
+from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.ops import Int32Array
+from scheduler_service.core.page_pool import PagePool
+from scheduler_service.core.radix_cache import Match, RadixCache
+from scheduler_service.core.request import Request
+from scheduler_service.core.row_table import Phase, RowTable
+
+_NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class Placement:
+    """Pages, prefix tree and rows of one scheduler."""
+
+    def __init__(self, config: SchedulerConfig, *, keep_sent: bool = False) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.pool = PagePool(config.num_pages)
+        self.cache = RadixCache(config.page_size)
+        keep_sent = keep_sent or config.refresh_policy is RefreshPolicy.DIFF
+        self.rows = RowTable(config.max_rows, config.max_pages_per_row, config.page_size, keep_sent=keep_sent)
+        self.request_of_row = np.full(config.max_rows + 1, None, dtype=object)
+        self.released_rows: list[int] = []  # since the last op
+        self._holders: list[tuple[tuple[int, int], int]] = []  # ((priority, arrival), row), sorted
+        self._holder_rows: Int32Array | None = _NO_ROWS
+
+    @property
+    def num_holders(self) -> int:
+        """Requests that hold a row."""
+        return len(self._holders)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be granted: free ones and evictable ones."""
+        return self.pool.num_free + self.cache.num_evictable
+
+    def holder_rows(self) -> Int32Array:
+        """Rows in use in the order of their requests, first in order first; int32, not to be written."""
+        if self._holder_rows is None:
+            self._holder_rows = np.array([row for _, row in self._holders], dtype=np.int32)
+        return self._holder_rows
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def take(self, count: int) -> Int32Array:
+        """Grant `count` pages, evicting what is missing; the caller has compared with `num_available`."""
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self.pool.give(self.cache.evict(missing)[::-1])
+        return self.pool.take(count)
+
+    def match(self, request: Request) -> Match | None:
+        """The request's cached prefix; the last known token is never matched, since its logits are wanted."""
+        if not request.prefix_cache:
+            return None
+        tokens = request.token_slice(0, len(request.tokens) - 1)
+        return self.cache.match_prefix(tokens, request.cache_namespace)
+
+    def enter(self, request: Request, match: Match | None, num_tokens: int) -> int:
+        """Give the request a row that starts with `match` and has pages for `num_tokens`; returns the row number."""
+        rows = self.rows
+        tail_only = self.config.refresh_policy is RefreshPolicy.TAIL_ONLY
+        row = rows.begin_lease(preferred=request.row if tail_only else 0)
+        if tail_only:
+            rows.sent_len[row] = request.sent_len
+        matched = 0
+        if match is not None:
+            self.cache.lock(match.node)
+            request.node = match.node
+            matched = len(match.pages)
+            rows.append(row, match.pages)
+            rows.num_tree[row] = matched
+        rows.append(row, self.take(self.pages_for(num_tokens) - matched))
+        rows.num_computed[row] = matched * self.page_size
+        rows.num_known[row] = len(request.tokens)
+        rows.limit_len[row] = request.limit_len
+        rows.phase[row] = Phase.PREFILLING
+        rows.set_stop_ids(row, request.stop_ids)
+        request.row = row
+        self.request_of_row[row] = request
+        insort(self._holders, (request.order, row))
+        self._holder_rows = None
+        return row
+
+    def publishable_pages(self, row: int) -> int:
+        """Full pages whose tokens are known and computed by ops planned before this step."""
+        return min(int(self.rows.num_known[row]), int(self.rows.num_computed[row])) // self.page_size
+
+    def publish_gain(self, row: int) -> int:
+        """By how many pages `publish` would raise `num_available`; changes nothing."""
+        request = self.request_of_row[row]
+        start, stop = int(self.rows.num_tree[row]), self.publishable_pages(row)
+        if request.node is None or stop <= start:
+            return 0
+        return self.cache.count_locked(request.node, request.token_slice(start * self.page_size, stop * self.page_size))
+
+    def publish(self, row: int) -> None:
+        """Move the row's publishable pages into the tree and repoint the row to the tree's copies; duplicates are freed."""
+        request: Request = self.request_of_row[row]
+        start, stop = int(self.rows.num_tree[row]), self.publishable_pages(row)
+        if request.node is None or stop <= start:
+            return
+        own = self.rows.pages[row, start:stop].copy()
+        tokens = request.token_slice(start * self.page_size, stop * self.page_size)
+        insertion = self.cache.insert_prefix(request.node, tokens, own)
+        self.cache.lock(insertion.node)
+        self.cache.unlock(request.node)
+        request.node = insertion.node
+        self.pool.publish(insertion.inserted)
+        self.rows.repoint(row, start, insertion.canonical)
+        self.rows.num_tree[row] = stop
+        self.pool.give(insertion.duplicates)
+
+    def leave(self, row: int, publish_pages: int) -> None:
+        """End the lease: publish the first `publish_pages` pages as far as they are not yet, free the rest."""
+        rows = self.rows
+        request: Request = self.request_of_row[row]
+        pages = rows.row_pages(row).copy()
+        start = int(rows.num_tree[row])
+        stop = publish_pages if request.node is not None and publish_pages > start else start
+        duplicates = _NO_ROWS
+        if request.node is not None:
+            if stop > start:
+                tokens = request.token_slice(start * self.page_size, stop * self.page_size)
+                insertion = self.cache.insert_prefix(request.node, tokens, pages[start:stop])
+                self.pool.publish(insertion.inserted)
+                duplicates = insertion.duplicates
+            self.cache.unlock(request.node)
+            request.node = None
+        self.pool.give(np.concatenate((duplicates, pages[stop:])))
+        self._forget(row)
+
+    def drop_all(self) -> list[Request]:
+        """End every lease without publishing and empty tree and pool: the memory behind the pages is gone."""
+        requests = [self.request_of_row[row] for row in self.holder_rows().tolist()]
+        for request in requests:
+            if request.node is not None:
+                self.cache.unlock(request.node)
+                request.node = None
+            self._forget(request.row)
+        self.cache.reset()
+        self.pool.reset()
+        self.rows.reset()
+        self.released_rows.clear()
+        return requests
+
+    def reset_cache(self) -> int:
+        """Empty the tree, which nobody has locked; returns how many pages that freed."""
+        pages = self.cache.reset()
+        self.pool.give(np.sort(pages)[::-1])
+        return len(pages)
+
+    def _forget(self, row: int) -> None:
+        request: Request = self.request_of_row[row]
+        request.num_computed = int(self.rows.num_computed[row])
+        request.num_outstanding += int(self.rows.num_outstanding[row])
+        request.sent_len = int(self.rows.sent_len[row])
+        del self._holders[bisect_left(self._holders, (request.order, row))]
+        self._holder_rows = None
+        self.request_of_row[row] = None
+        self.rows.end_lease(row)
+        self.released_rows.append(row)

@@ -1,0 +1,225 @@
+"""Who runs in the next step: token budget, pages, victims, admission.
+
+One `Planner.choose()` goes through the classes of rows in a fixed order: decode rows, rows in the middle of their prompt,
+requests that resume, requests that start. Within a class (priority, arrival) decides, the smaller first.
+
+- A row that needs a page when none is free or evictable takes one from the last row in order, which is retracted; that may be
+  the row itself, and may be a row chosen earlier in the same step, whose place in the step is then void. The first row in order
+  is never retracted for pages, so it always ends. A row whose last allowed token is planned already is no victim.
+- Waiting requests are admitted strictly in order, the retracted before the submitted: when the head does not fit, nobody behind
+  it is admitted. A head fits when there are pages for all its known tokens and one more for each row in use (the watermark; not
+  when none is in use). A retracted request with a step outstanding is passed over. One that lost its row in this very step holds
+  back those behind it, unless nothing else could run.
+
+Until a row is certain to be planned or retracted nothing of it is changed: a request that is neither in the step nor a victim has
+the row, pages, locks and lengths it had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.ops import BoolArray, Cause, Int32Array
+from scheduler_service.core.placement import Placement
+from scheduler_service.core.request import Request
+from scheduler_service.core.row_table import Phase
+from scheduler_service.core.waiting import RetractedList, WaitingQueue
+
+_NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True)
+class Extend:
+    """A row that computes known tokens in this step."""
+
+    row: int
+    input_len: int
+    cause: Cause
+
+
+@dataclass(slots=True)
+class Choice:
+    """Rows of one step; their pages are granted, nothing else of them is advanced yet."""
+
+    extends: list[Extend] = field(default_factory=list)
+    decodes: Int32Array = field(default_factory=lambda: _NO_ROWS)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.extends and not len(self.decodes)
+
+
+class Planner:
+    """Chooses the rows of a step.
+
+    Args:
+        retract: called with a row number; must retract its request at once.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        placement: Placement,
+        waiting: WaitingQueue,
+        retracted: RetractedList,
+        retract: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._placement = placement
+        self._rows = placement.rows
+        self._waiting = waiting
+        self._retracted = retracted
+        self._retract_row = retract
+        self._choice = Choice()
+        self._budget = 0
+        self._refusal: tuple[object, ...] = ()  # circumstances under which the head last did not fit
+
+    def choose(self, plan_no: int, *, idle: bool) -> Choice:
+        """The rows of step `plan_no`; `idle` says that no op is in flight."""
+        self._choice = Choice()
+        self._budget = self._config.token_budget
+        if self._config.mixed:
+            self._choose_decodes()
+            self._choose_continuations()
+            self._admit(plan_no)
+        else:
+            self._choose_continuations()
+            self._admit(plan_no)
+            if not self._choice.extends:
+                self._choose_decodes()
+        if idle and self._choice.is_empty:
+            self._admit(plan_no, past_just_retracted=True)
+        return self._choice
+
+    # Rows in use
+
+    def _choose_decodes(self) -> None:
+        rows = self._rows
+        order = self._placement.holder_rows()
+        wanted = (rows.phase[order] >= Phase.PREFILL_DONE) & (rows.num_computed[order] + 1 < rows.limit_len[order])
+        chosen = order[wanted][: self._budget]
+        if not len(chosen):
+            return
+        growing = rows.num_computed[chosen] >= rows.num_pages[chosen] * self._config.page_size
+        publishing = rows.phase[chosen] == Phase.PREFILL_DONE
+        self._choice.decodes = chosen
+        self._budget -= len(chosen)
+        num_growing = int(growing.sum())
+        if not publishing.any() and num_growing <= self._placement.pool.num_free:
+            if num_growing:
+                rows.append_one_each(chosen[growing], self._placement.pool.take(num_growing))
+            return
+        waiting_rows = []
+        for row in chosen[growing | publishing].tolist():
+            if rows.live_generation[row] and not self._grow(row, int(rows.num_computed[row]) + 1):
+                waiting_rows.append(row)
+        self._drop_decodes(waiting_rows)
+
+    def _choose_continuations(self) -> None:
+        rows = self._rows
+        order = self._placement.holder_rows()
+        for row in order[rows.phase[order] == Phase.PREFILLING].tolist():
+            if self._budget == 0:
+                break
+            if not rows.live_generation[row]:
+                continue  # retracted for a row before it in this loop
+            remaining = int(rows.num_known[row] - rows.num_computed[row])
+            input_len = min(self._config.effective_chunk_size, self._budget, remaining)
+            if self._grow(row, int(rows.num_computed[row]) + input_len):
+                self._choice.extends.append(Extend(row, input_len, Cause.CONTINUATION))
+                self._budget -= input_len
+
+    def _grow(self, row: int, num_tokens: int) -> bool:
+        """Publish what the row has computed and give it pages for `num_tokens`, retracting others for them if need be.
+
+        False: the row is not to be planned, because it was retracted itself or must wait for results.
+        """
+        placement = self._placement
+        need = placement.pages_for(num_tokens) - int(self._rows.num_pages[row])
+        while need > placement.num_available + (placement.publish_gain(row) if need > placement.num_available else 0):
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._retract(victim)
+            if victim == row:
+                return False
+        placement.publish(row)
+        if need > 0:
+            self._rows.append(row, placement.take(need))
+        return True
+
+    def _victim(self) -> int | None:
+        """The last row in order that may be retracted, never the first; it comes to `row` itself before any row ahead of it."""
+        rows = self._rows
+        order = self._placement.holder_rows()
+        for candidate in order[:0:-1].tolist():
+            last_token_planned = rows.phase[candidate] >= Phase.PREFILL_DONE and (
+                rows.num_computed[candidate] + 1 >= rows.limit_len[candidate]
+            )
+            if not last_token_planned:
+                return int(candidate)
+        return None
+
+    def _retract(self, victim: int) -> None:
+        for index, extend in enumerate(self._choice.extends):
+            if extend.row == victim:
+                self._budget += extend.input_len
+                del self._choice.extends[index]
+                break
+        self._drop_decodes([victim])
+        self._retract_row(victim)
+
+    def _drop_decodes(self, dropped: list[int]) -> None:
+        decodes = self._choice.decodes
+        if dropped and len(decodes):
+            keep: BoolArray = ~np.isin(decodes, dropped)
+            self._budget += len(decodes) - int(keep.sum())
+            self._choice.decodes = decodes[keep]
+
+    # Requests without a row
+
+    def _admit(self, plan_no: int, *, past_just_retracted: bool = False) -> None:
+        for request in self._retracted.requests():
+            if request.num_outstanding:
+                continue
+            if request.retracted_in_plan >= plan_no:
+                if past_just_retracted:
+                    continue
+                return
+            if not self._enter(request, Cause.RESUME):
+                return
+            self._retracted.remove(request)
+        while (head := self._waiting.head()) is not None:
+            if not self._enter(head, Cause.FIRST_CHUNK):
+                return
+            self._waiting.pop()
+
+    def _enter(self, request: Request, cause: Cause) -> bool:
+        """Admit the head if it fits; False: it does not, and nothing was changed."""
+        placement = self._placement
+        if self._budget == 0 or self._rows.num_free == 0:
+            return False
+        watermark = placement.num_holders
+        circumstances = (request, watermark, placement.pool.num_free, placement.cache.num_evictable, placement.cache.clock)
+        if circumstances == self._refusal:
+            return False
+        num_known = len(request.tokens)
+        match = placement.match(request)
+        matched, evictable = (len(match.pages), match.num_evictable) if match is not None else (0, 0)
+        need = placement.pages_for(num_known) - matched
+        if need + watermark > placement.num_available - evictable:
+            self._refusal = circumstances
+            return False
+        cached = matched * self._config.page_size
+        input_len = min(self._config.effective_chunk_size, self._budget, num_known - cached)
+        if not request.was_admitted:
+            request.was_admitted = True
+            request.cached_tokens = cached
+        row = placement.enter(request, match, cached + input_len)
+        self._choice.extends.append(Extend(row, input_len, cause))
+        self._budget -= input_len
+        return True

@@ -1,0 +1,310 @@
+"""The prefix cache: a radix tree over whole pages of tokens.
+
+A node holds a run of tokens, a multiple of page_size long, and the physical pages with their KV. A child is found by the tokens
+of its first page themselves and a run is compared token by token, so two prompts can never be taken for one by a hash collision.
+Nodes are split at page boundaries only. The structure follows the radix tree of Zheng et al., "SGLang: Efficient Execution of
+Structured Language Model Programs" (2024), section 3, at the granularity of pages.
+
+*Locks.* A request that uses pages of the tree holds the deepest node of its prefix; every node from there to the root counts one
+lock. A split leaves the lower half in place, so a holder's node still ends where its prefix ends. Pages of nodes without a lock
+are evictable: a locked node's ancestors are locked as well, so evicting leaves first reaches all of them.
+
+*Order of eviction.* Least recently used leaf first, by a logical clock that ticks once per match or insert. Leaves wait in a heap
+with one entry a node at most; an entry that comes up is dropped if its node is no evictable leaf, and put back if the node was
+used since, so evicting costs O(log n) amortised and the heap is never longer than the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.ops import Int32Array
+
+_NOTHING: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class Node:
+    """A run of tokens and the pages that hold its KV; `depth` is the number of pages from the root to the node's end."""
+
+    __slots__ = ("children", "depth", "last_use", "locks", "namespace", "pages", "parent", "queued", "serial", "tokens")
+
+    def __init__(
+        self, parent: Node | None, tokens: Int32Array, pages: Int32Array, depth: int, serial: int, namespace: str = ""
+    ) -> None:
+        self.parent = parent
+        self.tokens = tokens  # [len(pages) * page_size]
+        self.pages = pages  # [n]
+        self.depth = depth
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.last_use = 0
+        self.queued = False  # has its one entry in the heap of leaves
+        self.serial = serial  # settles ties in the heap
+        self.namespace = namespace  # of a root
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: `pages` from logical page 0, `num_evictable` of which nobody has locked; `node` is where it ends."""
+
+    node: Node
+    pages: Int32Array
+    num_evictable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """What publishing came to: the tree's pages for the published run, and which of the caller's were duplicates of those."""
+
+    node: Node
+    canonical: Int32Array
+    inserted: Int32Array
+    duplicates: Int32Array
+
+
+class RadixCache:
+    """Prefix tree with locks and LRU eviction. It owns pages but no pool: callers move pages between the two."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._serial = 0
+        self.clock = 0
+        self._roots: dict[str, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []
+        self.num_pages = 0
+        self.num_locked = 0
+
+    def reset(self) -> Int32Array:
+        """Forget every page, none of which is locked; returns them in no particular order.
+
+        Raises:
+            PageAccountingError: a page is locked; nothing was changed.
+        """
+        if self.num_locked:
+            raise PageAccountingError(f"the tree is to be emptied, but {self.num_locked} of its pages are locked")
+        self.clock += 1
+        held = [node.pages for node in self.nodes()]
+        self._leaves.clear()
+        self.num_pages = 0
+        # A request that uses no cached page yet still holds its root.
+        self._roots = {namespace: root for namespace, root in self._roots.items() if root.locks}
+        for root in self._roots.values():
+            root.children.clear()
+        return np.concatenate(held) if held else _NOTHING
+
+    @property
+    def num_evictable(self) -> int:
+        return self.num_pages - self.num_locked
+
+    def root(self, namespace: str = "") -> Node:
+        """The root of one namespace. Namespaces share no pages."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, _NOTHING, _NOTHING, 0, self._next_serial(), namespace)
+        return root
+
+    def match_prefix(self, tokens: Int32Array, namespace: str = "") -> Match:
+        """The longest cached prefix of `tokens`, in whole pages. May split a node; locks nothing and refreshes no age."""
+        node, parts, evictable = self.root(namespace), [], 0
+        position = 0
+        while (child := node.children.get(self._key(tokens, position))) is not None:
+            shared = self._shared_pages(child, tokens, position)
+            if shared < len(child.pages):
+                child = self._split(child, shared)
+            parts.append(child.pages)
+            evictable += 0 if child.locks else shared
+            position += shared * self.page_size
+            node = child
+        return Match(node, np.concatenate(parts) if parts else _NOTHING, evictable)
+
+    def count_locked(self, node: Node, tokens: Int32Array) -> int:
+        """How many pages below `node` hold a prefix of `tokens` and are locked; changes nothing.
+
+        Publishing those tokens would make just so many more pages available: each duplicate is freed, and a canonical page that
+        was evictable is evictable no longer.
+        """
+        count, position = 0, 0
+        while (child := node.children.get(self._key(tokens, position))) is not None:
+            shared = self._shared_pages(child, tokens, position)
+            count += shared if child.locks else 0
+            position += shared * self.page_size
+            if shared < len(child.pages):
+                break
+            node = child
+        return count
+
+    def insert_prefix(self, node: Node, tokens: Int32Array, pages: Int32Array) -> Insertion:
+        """Publish `pages`, which hold `tokens`, below `node`.
+
+        Where the tree has a page of the same prefix already, that page is canonical and the caller's is a duplicate, to be
+        released by the caller; the others become the tree's. Locks nothing.
+
+        Args:
+            node: where the run begins: the node the caller has locked, or a root.
+            tokens: int32 [n * page_size]
+            pages: int32 [n], none of them in the tree
+
+        Raises:
+            PageAccountingError: `tokens` is not page_size tokens for each page; nothing was changed.
+        """
+        if len(tokens) != len(pages) * self.page_size:
+            raise PageAccountingError(f"{len(pages)} pages of {self.page_size} tokens are published with {len(tokens)} tokens")
+        self.clock += 1
+        position, index, canonical = 0, 0, []
+        while index < len(pages) and (child := node.children.get(self._key(tokens, position))) is not None:
+            shared = self._shared_pages(child, tokens, position)
+            if shared < len(child.pages):
+                child = self._split(child, shared)
+            canonical.append(child.pages)
+            position += shared * self.page_size
+            index += shared
+            node = child
+            self._touch(node)
+        rest = pages[index:].copy()
+        if len(rest):
+            child = Node(node, tokens[position:].copy(), rest, node.depth + len(rest), self._next_serial())
+            node.children[self._key(tokens, position)] = child
+            self.num_pages += len(rest)
+            canonical.append(rest)
+            node = child
+            self._touch(node)
+        return Insertion(node, np.concatenate(canonical) if canonical else _NOTHING, rest, pages[:index])
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and its ancestors from eviction until `unlock`, and mark them as used now."""
+        self.clock += 1
+        current: Node | None = node
+        while current is not None:
+            if current.locks == 0:
+                self.num_locked += len(current.pages)
+            current.locks += 1
+            current.last_use = self.clock
+            current = current.parent
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`.
+
+        Raises:
+            PageAccountingError: the node has no lock; nothing was changed.
+        """
+        if node.locks < 1:
+            raise PageAccountingError("a node of the prefix tree is unlocked more often than it was locked")
+        self.clock += 1
+        current: Node | None = node
+        while current is not None:
+            current.locks -= 1
+            current.last_use = self.clock
+            if current.locks == 0:
+                self.num_locked -= len(current.pages)
+                self._enqueue(current)
+            if current.parent is None:
+                self._drop_root_if_empty(current)
+            current = current.parent
+
+    def evict(self, count: int) -> Int32Array:
+        """Take exactly `count` pages out of the tree, least recently used leaf first, a leaf's last page first.
+
+        Raises:
+            PageAccountingError: fewer than `count` pages are evictable; nothing was changed.
+        """
+        if count > self.num_evictable:
+            raise PageAccountingError(f"{count} pages are to be evicted, {self.num_evictable} can be")
+        taken: list[Int32Array] = []
+        missing = count
+        while missing:
+            last_use, _, leaf = heapq.heappop(self._leaves)
+            leaf.queued = False
+            if leaf.locks or leaf.children or last_use != leaf.last_use:
+                self._enqueue(leaf)
+                continue
+            cut = min(missing, len(leaf.pages))
+            keep = len(leaf.pages) - cut
+            taken.append(leaf.pages[keep:][::-1])
+            missing -= cut
+            self.num_pages -= cut
+            if keep:
+                leaf.pages, leaf.tokens = leaf.pages[:keep], leaf.tokens[: keep * self.page_size]
+                leaf.depth -= cut
+                self._enqueue(leaf)
+            else:
+                self._remove(leaf)
+        return np.concatenate(taken) if taken else _NOTHING
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node that holds pages; for audits."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    def roots(self) -> dict[str, Node]:
+        """The root of every namespace seen; for audits."""
+        return self._roots
+
+    def path_pages(self, node: Node) -> Int32Array:
+        """All pages from the root to the end of `node`."""
+        parts = []
+        current: Node | None = node
+        while current is not None:
+            parts.append(current.pages)
+            current = current.parent
+        return np.concatenate(parts[::-1])
+
+    def _key(self, tokens: Int32Array, position: int) -> bytes:
+        page = tokens[position : position + self.page_size]
+        return page.tobytes() if len(page) == self.page_size else b""
+
+    def _shared_pages(self, child: Node, tokens: Int32Array, position: int) -> int:
+        """Whole pages that `child` and `tokens[position:]` have in common."""
+        length = min(len(child.tokens), len(tokens) - position)
+        differs = child.tokens[:length] != tokens[position : position + length]
+        first = int(differs.argmax()) if length else 0
+        return (first if length and differs[first] else length) // self.page_size
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Put the first `count` pages of `node` into a node of their own above it; returns that one."""
+        cut = count * self.page_size
+        parent = node.parent
+        assert parent is not None  # a root holds no pages
+        upper = Node(parent, node.tokens[:cut], node.pages[:count], parent.depth + count, self._next_serial())
+        upper.locks, upper.last_use = node.locks, node.last_use
+        parent.children[self._key(upper.tokens, 0)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
+        upper.children[self._key(node.tokens, 0)] = node
+        return upper
+
+    def _remove(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._key(leaf.tokens, 0)]
+        if parent.parent is None:
+            self._drop_root_if_empty(parent)
+        else:
+            self._enqueue(parent)
+
+    def _drop_root_if_empty(self, root: Node) -> None:
+        """Clients choose namespaces: one that holds nothing must not stay in memory."""
+        if root.namespace and not root.children and not root.locks:
+            self._roots.pop(root.namespace, None)
+
+    def _touch(self, node: Node) -> None:
+        node.last_use = self.clock
+        self._enqueue(node)
+
+    def _enqueue(self, node: Node) -> None:
+        """Offer `node` for eviction if it is a leaf that nobody has locked and is not offered already."""
+        if node.locks or node.children or node.parent is None or node.queued:
+            return
+        node.queued = True
+        heapq.heappush(self._leaves, (node.last_use, node.serial, node))
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial

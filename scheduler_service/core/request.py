@@ -1,0 +1,225 @@
+"""One request: its tokens, its limits, and where it is in its life."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.errors import (
+    BadParameterError,
+    BadTokenError,
+    EmptyPromptError,
+    IllegalTransitionError,
+    PromptTooLongError,
+)
+from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
+from scheduler_service.core.radix_cache import Node
+from scheduler_service.core.states import Event, State, transition_of
+
+MAX_REQUEST_ID_LEN = 256
+MAX_STOP_IDS = 1024
+_INT32_MAX = 2**31 - 1
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    CAPACITY = "capacity"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+class Request:
+    """A request of L prompt tokens that may return up to k more.
+
+    `tokens` holds every known token, the prompt first. While the request holds a row, `RowTable` is the authority on how much of
+    it is computed; `num_outstanding` counts ops in flight of leases that are over.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cache_namespace",
+        "cached_tokens",
+        "finish_detail",
+        "finish_reason",
+        "limit_len",
+        "limit_reason",
+        "max_tokens",
+        "node",
+        "num_computed",
+        "num_outstanding",
+        "num_retractions",
+        "prefix_cache",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "retracted_in_plan",
+        "row",
+        "sampling",
+        "sent_len",
+        "state",
+        "stop_ids",
+        "tokens",
+        "traceparent",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Int32Array,
+        *,
+        max_tokens: int,
+        limit_len: int,
+        limit_reason: FinishReason,
+        arrival: int,
+        sampling: SamplingParams = GREEDY,
+        stop_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        prefix_cache: bool = True,
+        cache_namespace: str = "",
+        traceparent: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = array("i", prompt.tobytes())
+        self.prompt_len = len(prompt)
+        self.max_tokens = max_tokens
+        self.limit_len = limit_len  # L + k: the request ends when it knows so many tokens
+        self.limit_reason = limit_reason
+        self.arrival = arrival
+        self.sampling = sampling
+        self.stop_ids = stop_ids
+        self.priority = priority
+        self.prefix_cache = prefix_cache
+        self.cache_namespace = cache_namespace
+        self.traceparent = traceparent
+        self.state = State.SUBMITTED
+        self.row = 0
+        self.node: Node | None = None  # the deepest locked node of its prefix, while it holds a row
+        self.num_computed = 0  # brought up to date when the request leaves its row
+        self.num_outstanding = 0
+        self.num_retractions = 0
+        self.cached_tokens = 0
+        self.was_admitted = False
+        self.retracted_in_plan = -1  # number of the plan in or before which it lost its row; it resumes in a later one
+        self.sent_len = 0  # pages sent for the request in any lease; read by the tail_only policy alone
+        self.finish_reason: FinishReason | None = None
+        self.finish_detail = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(priority, arrival): who goes first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens returned so far."""
+        return self.tokens[self.prompt_len :].tolist()
+
+    def token_slice(self, start: int, stop: int) -> Int32Array:
+        """Copy of the known tokens [start, stop), int32."""
+        return np.frombuffer(self.tokens, dtype=np.int32)[start:stop].copy()
+
+    def move(self, event: Event, target: State) -> None:
+        """Change state along the table.
+
+        Raises:
+            IllegalTransitionError: the table has no entry, or `target` is none of its targets; nothing was changed.
+        """
+        if target not in transition_of(self.request_id, self.state, event).targets:
+            raise IllegalTransitionError(self.request_id, self.state, f"{event} to {target}")
+        self.state = target
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id!r} {self.state} row={self.row} tokens={len(self.tokens)}/{self.limit_len}>"
+
+
+def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: SchedulerConfig) -> Int32Array:
+    """The prompt as int32 tokens.
+
+    Raises:
+        EmptyPromptError, BadTokenError, PromptTooLongError: see their messages.
+    """
+    if len(prompt) == 0:
+        raise EmptyPromptError(request_id)
+    tokens = prompt if isinstance(prompt, np.ndarray) else np.array(list(prompt), dtype=object)
+    if tokens.dtype == object or not np.issubdtype(tokens.dtype, np.integer):
+        for position, token in enumerate(tokens.tolist()):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < config.vocab_size:
+                raise BadTokenError(request_id, position, token, config.vocab_size)
+    bad = (tokens < 0) | (tokens >= config.vocab_size)
+    if bad.any():
+        position = int(bad.argmax())
+        raise BadTokenError(request_id, position, int(tokens[position]), config.vocab_size)
+    length = len(tokens)
+    if length > config.room:
+        if config.max_pages_per_row <= config.num_pages:
+            why = f"a row of max_pages_per_row = {config.max_pages_per_row} pages of {config.page_size} tokens"
+        else:
+            why = f"the pool of num_pages = {config.num_pages} pages of {config.page_size} tokens"
+        raise PromptTooLongError(request_id, length, config.room, why)
+    if config.max_context and length >= config.max_context:
+        why = f"max_context = {config.max_context}, of which at least 1 is for the answer,"
+        raise PromptTooLongError(request_id, length, config.max_context - 1, why)
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> tuple[int, FinishReason]:
+    """How many tokens a request may return, and the reason with which it ends when it has returned so many.
+
+    A request that returns k tokens stores prompt_len + k - 1 positions: the last token needs no KV.
+    """
+    by_row = config.max_pages_per_row * config.page_size - prompt_len + 1
+    by_pool = config.num_pages * config.page_size - prompt_len + 1
+    by_context = config.max_context - prompt_len if config.max_context else max_tokens
+    limit = min(max_tokens, by_row, by_pool, by_context)
+    pool_alone = limit < max_tokens and limit < min(by_row, by_context)
+    return limit, FinishReason.CAPACITY if pool_alone else FinishReason.LENGTH
+
+
+def check_parameters(request_id: str, max_tokens: int, priority: int, stop_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """Refuse parameters out of range.
+
+    Raises:
+        BadParameterError: names the parameter, its value and its range.
+    """
+    if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_LEN:
+        shown = request_id[:MAX_REQUEST_ID_LEN] if isinstance(request_id, str) else repr(request_id)
+        raise BadParameterError(shown, "request_id", shown, f"a text of 1 to {MAX_REQUEST_ID_LEN} characters")
+    _integer(request_id, "max_tokens", max_tokens, 1, _INT32_MAX)
+    _integer(request_id, "priority", priority, -(2**31), _INT32_MAX)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise BadParameterError(request_id, "stop_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
+    for stop_id in stop_ids:
+        _integer(request_id, "stop_ids", stop_id, 0, _INT32_MAX)
+    _real(request_id, "temperature", sampling.temperature, 0.0, 100.0)
+    _real(request_id, "top_p", sampling.top_p, 0.0, 1.0, open_low=True)
+    _real(request_id, "min_p", sampling.min_p, 0.0, 1.0)
+    if sampling.top_k is not None:
+        _integer(request_id, "top_k", sampling.top_k, 1, _INT32_MAX)
+    _integer(request_id, "seed", sampling.seed, 0, 2**64 - 1)
+    _integer(request_id, "min_new_tokens", sampling.min_new_tokens, 0, _INT32_MAX)
+
+
+def _integer(request_id: str, name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        raise BadParameterError(request_id, name, value, f"an integer from {low} to {high}")
+
+
+def _real(request_id: str, name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadParameterError(request_id, name, value, "a finite number")
+    if not (low < value if open_low else low <= value) or value > high:
+        raise BadParameterError(request_id, name, value, f"in {'(' if open_low else '['}{low:g}, {high:g}]")

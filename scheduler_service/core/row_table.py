@@ -1,0 +1,173 @@
+"""The page rows of all requests that hold one, as parallel arrays with one entry per row number.
+
+Row numbers are 1 ... max_rows; row 0 is the runtime's padding sink. A *lease* is one stay of a request in a row: every first
+chunk and every resume begins one. All writes to entries below `sent_len` go through `repoint`, which marks the row dirty, and a
+dirty row is sent in full under every refresh policy: no sequence of transitions can leave the runtime with a stale entry.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.ops import BoolArray, Int32Array
+
+
+class Phase(IntEnum):
+    """State of a row's request, as a number for array comparisons."""
+
+    EMPTY = 0
+    PREFILLING = 1
+    PREFILL_DONE = 2
+    DECODING = 3
+
+
+class RowTable:
+    """Struct of arrays, each with max_rows + 1 entries.
+
+    Args:
+        max_rows: row numbers in use at most.
+        max_pages_per_row: width of a row in pages.
+        page_size: tokens in a page.
+        keep_sent: keep a copy of what was sent, for the `diff` policy and for audits.
+    """
+
+    def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, *, keep_sent: bool = False) -> None:
+        size = max_rows + 1
+        self.max_rows = max_rows
+        self.max_pages_per_row = max_pages_per_row
+        self.page_size = page_size
+        self.pages: Int32Array = np.zeros((size, max_pages_per_row), dtype=np.int32)
+        self.sent_pages: Int32Array | None = np.zeros_like(self.pages) if keep_sent else None
+        self.num_pages: Int32Array = np.zeros(size, dtype=np.int32)
+        self.num_tree: Int32Array = np.zeros(size, dtype=np.int32)  # leading entries that the prefix tree owns
+        self.sent_len: Int32Array = np.zeros(size, dtype=np.int32)  # pages sent in this lease
+        self.dirty: BoolArray = np.zeros(size, dtype=np.bool_)  # an entry below sent_len was repointed
+        self.unsent: BoolArray = np.zeros(size, dtype=np.bool_)  # no op of this lease was planned yet
+        self.generation: Int32Array = np.zeros(size, dtype=np.int32)  # leases of the row number so far
+        self.live_generation: Int32Array = np.zeros(size, dtype=np.int32)  # generation while leased, else 0
+        self.num_computed: Int32Array = np.zeros(size, dtype=np.int32)  # tokens computed by ops planned so far
+        self.num_known: Int32Array = np.zeros(size, dtype=np.int32)  # tokens whose ids are known
+        self.limit_len: Int32Array = np.zeros(size, dtype=np.int32)  # the request ends when it knows so many
+        self.num_outstanding: Int32Array = np.zeros(size, dtype=np.int32)  # ops of this lease in flight
+        self.phase: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
+        self._free = list(range(max_rows, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def free_rows(self) -> list[int]:
+        """Row numbers not in use, the next one granted last; for audits."""
+        return list(self._free)
+
+    def begin_lease(self, preferred: int = 0) -> int:
+        """Grant a row number and begin a lease of it; `preferred` is granted if it is free.
+
+        Raises:
+            PageAccountingError: no row is free; nothing was changed.
+        """
+        if not self._free:
+            raise PageAccountingError("a row was wanted, none is free")
+        if preferred in self._free:
+            self._free.remove(preferred)
+            row = preferred
+        else:
+            row = self._free.pop()
+        self.generation[row] += 1
+        self.live_generation[row] = self.generation[row]
+        self.unsent[row] = True
+        return row
+
+    def end_lease(self, row: int) -> None:
+        """Give a row number back and clear its entries."""
+        if not self.live_generation[row]:
+            raise PageAccountingError(f"row {row} is given back, but is free already")
+        self.pages[row, : self.num_pages[row]] = 0
+        for column in (
+            self.num_pages,
+            self.num_tree,
+            self.sent_len,
+            self.live_generation,
+            self.num_computed,
+            self.num_known,
+            self.limit_len,
+            self.num_outstanding,
+            self.phase,
+        ):
+            column[row] = 0
+        self.dirty[row] = self.unsent[row] = False
+        self.stop_ids[row] = -1
+        self._free.append(row)
+
+    def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        """Ids that end the row's request."""
+        if len(stop_ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.num_pages), len(stop_ids)), -1, dtype=np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def row_pages(self, row: int) -> Int32Array:
+        """The row's page ids; a view, valid until the row changes."""
+        return self.pages[row, : self.num_pages[row]]
+
+    def append(self, row: int, pages: Int32Array) -> None:
+        """Grow one row by `pages`."""
+        start = int(self.num_pages[row])
+        stop = start + len(pages)
+        if stop > self.max_pages_per_row:
+            raise PageAccountingError(f"row {row} would have {stop} pages, but is {self.max_pages_per_row} wide")
+        self.pages[row, start:stop] = pages
+        self.num_pages[row] = stop
+
+    def append_one_each(self, rows: Int32Array, pages: Int32Array) -> None:
+        """Grow each of `rows` by one page, vectorised; rows are distinct and not full."""
+        self.pages[rows, self.num_pages[rows]] = pages
+        self.num_pages[rows] += 1
+
+    def repoint(self, row: int, start: int, pages: Int32Array) -> None:
+        """Write existing entries [start, start + len(pages)): the one way to change what may have been sent already."""
+        stop = start + len(pages)
+        if stop > self.num_pages[row]:
+            raise PageAccountingError(f"row {row}: entries [{start}, {stop}) are repointed, it has {self.num_pages[row]}")
+        entries = self.pages[row, start:stop]
+        sent = int(self.sent_len[row]) - start
+        if sent > 0 and (entries[:sent] != pages[:sent]).any():
+            self.dirty[row] = True
+        entries[:] = pages
+
+    def changed_since_sent(self, row: int) -> bool:
+        """Whether an entry below the sent length differs from what was sent; needs `keep_sent`."""
+        assert self.sent_pages is not None
+        length = min(int(self.sent_len[row]), int(self.num_pages[row]))
+        return bool((self.pages[row, :length] != self.sent_pages[row, :length]).any())
+
+    def gather(self, rows: Int32Array, starts: Int32Array) -> Int32Array:
+        """Entries [start, num_pages) of each row, concatenated in the order of `rows`, int32."""
+        counts = self.num_pages[rows] - starts
+        total = int(counts.sum())
+        if total == 0:
+            return np.empty(0, dtype=np.int32)
+        ends = np.cumsum(counts)
+        columns = np.arange(total) + np.repeat(starts - (ends - counts), counts)
+        return self.pages[np.repeat(rows, counts), columns]
+
+    def mark_sent(self, rows: Int32Array, starts: Int32Array) -> None:
+        """Note that entries [start, num_pages) of each row are in an op."""
+        if self.sent_pages is not None:
+            for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+                self.sent_pages[row, start : self.num_pages[row]] = self.pages[row, start : self.num_pages[row]]
+        self.sent_len[rows] = self.num_pages[rows]
+        self.dirty[rows] = False
+        self.unsent[rows] = False
+
+    def reset(self) -> None:
+        """End every lease; generations go on counting."""
+        for row in np.flatnonzero(self.live_generation).tolist():
+            self.end_lease(row)
+        self._free = list(range(self.max_rows, 0, -1))

@@ -1,0 +1,380 @@
+"""The scheduler core: requests in, ForwardOps out, StepResults in, tokens out.
+
+It is a plain object driven from outside: no threads, no clock, no I/O. A driver calls `plan()` while fewer than
+`overlap_depth + 1` ops are in flight, sends what it returns, and hands results to `complete()` in the order of the ops:
+
+    scheduler = Scheduler(SchedulerConfig(page_size=16, num_pages=1024, max_rows=64, max_pages_per_row=128, vocab_size=32000))
+    scheduler.submit("a", [1, 2, 3], max_tokens=8)
+    while scheduler.has_work:
+        op = scheduler.plan()
+        scheduler.complete(run_somewhere(op))
+        for request, token in zip(*scheduler.take_outputs().columns):
+            ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.errors import (
+    CacheInUseError,
+    DuplicateRequestError,
+    NoProgressError,
+    NotRunningError,
+    QueueFullError,
+    UnexpectedResultError,
+    UnknownRequestError,
+)
+from scheduler_service.core.op_builder import build_op
+from scheduler_service.core.ops import GREEDY, BoolArray, ForwardOp, Int32Array, RowStatus, SamplingParams, StepResult
+from scheduler_service.core.placement import Placement
+from scheduler_service.core.policy import Choice, Planner
+from scheduler_service.core.request import FinishReason, Request, check_parameters, check_prompt, output_limit
+from scheduler_service.core.states import Event, State
+from scheduler_service.core.waiting import RetractedList, WaitingQueue
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What happened to requests since it was last asked: accepted tokens as parallel lists, and requests that ended."""
+
+    requests: list[Request] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+
+    @property
+    def columns(self) -> tuple[list[Request], list[int]]:
+        return self.requests, self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages by owner; the three add up to num_pages."""
+
+    free: int
+    cached: int
+    private: int
+
+
+class Scheduler:
+    """Owner of every request, page and row.
+
+    Args:
+        config: limits and policy.
+        session_no: number of the session with the runtime; every op carries it.
+        keep_sent: keep a copy of what was sent of every row, so that the audit can compare.
+    """
+
+    def __init__(self, config: SchedulerConfig, session_no: int = 1, *, keep_sent: bool = False) -> None:
+        self.config = config
+        self.session_no = session_no
+        self.placement = Placement(config, keep_sent=keep_sent)
+        self.requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._retracted = RetractedList()
+        self._planner = Planner(config, self.placement, self._waiting, self._retracted, self._retract_row)
+        self._in_flight: deque[ForwardOp] = deque()
+        self._outputs = Outputs()
+        self._step = 0
+        self._plan_no = 0
+        self._arrivals = 0
+
+    # What a driver asks
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first admission."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return self.placement.num_holders
+
+    @property
+    def num_retracted(self) -> int:
+        return len(self._retracted)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live."""
+        return bool(self.requests)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last op of this session; 0 before the first."""
+        return self._step
+
+    def rows(self) -> dict[int, tuple[Request, Int32Array]]:
+        """Row number → the request that holds it and a copy of its page row."""
+        placement = self.placement
+        return {
+            row: (placement.request_of_row[row], placement.rows.row_pages(row).copy())
+            for row in placement.holder_rows().tolist()
+        }
+
+    def stats(self) -> PoolStats:
+        """How the pool is divided at this moment."""
+        pool = self.placement.pool
+        return PoolStats(pool.num_free, pool.num_cached, pool.num_private)
+
+    def take_outputs(self) -> Outputs:
+        """Everything accepted and ended since the last call."""
+        outputs, self._outputs = self._outputs, Outputs()
+        return outputs
+
+    # What clients ask
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | Int32Array,
+        *,
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        stop_ids: Sequence[int] = (),
+        priority: int = 0,
+        prefix_cache: bool = True,
+        cache_namespace: str = "",
+        traceparent: str = "",
+    ) -> Request:
+        """Take a request in; it waits for its first admission.
+
+        Args:
+            request_id: unique among live requests.
+            prompt: at least one token id in [0, vocab_size).
+            max_tokens: at least 1; cut to what the row, the pool and the model's context hold.
+            stop_ids: ids that end the output; a stop token is part of it.
+            priority: a smaller number goes first.
+            prefix_cache: read and feed the prefix cache.
+            cache_namespace: requests of different namespaces share no pages.
+
+        Raises:
+            EmptyPromptError, BadTokenError, BadParameterError, PromptTooLongError, DuplicateRequestError, QueueFullError:
+                nothing was changed.
+        """
+        check_parameters(request_id, max_tokens, priority, stop_ids, sampling)
+        tokens = check_prompt(request_id, prompt, self.config)
+        if request_id in self.requests:
+            raise DuplicateRequestError(request_id)
+        if self.config.max_waiting and len(self._waiting) >= self.config.max_waiting:
+            raise QueueFullError(request_id, self.config.max_waiting)
+        limit, limit_reason = output_limit(len(tokens), max_tokens, self.config)
+        self._arrivals += 1
+        request = Request(
+            request_id,
+            tokens,
+            max_tokens=max_tokens,
+            limit_len=len(tokens) + limit,
+            limit_reason=limit_reason,
+            arrival=self._arrivals,
+            sampling=sampling,
+            stop_ids=tuple(int(stop_id) for stop_id in stop_ids),
+            priority=priority,
+            prefix_cache=prefix_cache and self.config.prefix_cache,
+            cache_namespace=cache_namespace,
+            traceparent=traceparent,
+        )
+        self.requests[request_id] = request
+        self._waiting.push(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        """End a live request; its computed full pages are published. Raises UnknownRequestError."""
+        self._finish(self._live(request_id), FinishReason.ABORT)
+
+    def expire(self, request_id: str) -> None:
+        """The request's time in the queue is over: end it if it still waits for its first admission."""
+        request = self.requests.get(request_id)
+        if request is not None and request.state is State.SUBMITTED:
+            self._finish(request, FinishReason.DEADLINE)
+
+    def fail_request(self, request_id: str, detail: str) -> None:
+        """End a live request as failed; nothing of it is published. Raises UnknownRequestError."""
+        self._finish(self._live(request_id), FinishReason.FAILED, detail)
+
+    def retract(self, request_id: str) -> None:
+        """Take row and pages away from a running request; it resumes by itself, in a later plan than the next.
+
+        Raises:
+            UnknownRequestError, NotRunningError: nothing was changed.
+        """
+        request = self._live(request_id)
+        if not request.state.holds_row:
+            raise NotRunningError(request_id, request.state)
+        self._retract_row(request.row, in_plan=self._plan_no + 1)
+
+    def reset_prefix_cache(self, *, force: bool = False) -> int:
+        """Empty the prefix cache; returns how many pages that freed. `force` retracts every running request first.
+
+        Raises:
+            CacheInUseError: a running request uses cached pages and `force` is off; nothing was changed.
+        """
+        locked = self.placement.cache.num_locked
+        if locked and not force:
+            raise CacheInUseError(locked)
+        if force:
+            for row in self.placement.holder_rows().tolist():
+                self._retract_row(row, in_plan=self._plan_no + 1)
+        return self.placement.reset_cache()
+
+    # Steps
+
+    def plan(self) -> ForwardOp | None:
+        """Choose the next step's rows and return them as an op, which must be sent, or None when there is nothing to send.
+
+        Raises:
+            NoProgressError: nothing is in flight, and no row was planned although a request could run.
+        """
+        self._plan_no += 1
+        choice = self._planner.choose(self._plan_no, idle=not self._in_flight)
+        if choice.is_empty:
+            if not self._in_flight and any(r.retracted_in_plan < self._plan_no for r in self.requests.values()):
+                raise NoProgressError(f"nothing was planned, although these could run: {list(self.requests.values())[:8]}")
+            return None
+        return self._send(choice)
+
+    def flush_releases(self) -> ForwardOp | None:
+        """An op without rows that tells the runtime of rows released since the last op, or None when there are none."""
+        return self._send(Choice()) if self.placement.released_rows else None
+
+    def complete(self, result: StepResult) -> None:
+        """Take in the result of the oldest op in flight.
+
+        Raises:
+            UnexpectedResultError: it answers another op, or has a token outside the vocabulary; nothing was changed.
+        """
+        op = self._in_flight[0] if self._in_flight else None
+        if op is None or (result.session_no, result.step) != (op.session_no, op.step) or len(result.tokens) != op.num_rows:
+            awaited = f"step {op.step} of session {op.session_no} with {op.num_rows} rows" if op else "nothing"
+            raise UnexpectedResultError(
+                f"a result for step {result.step} of session {result.session_no} with {len(result.tokens)} rows came, "
+                f"{awaited} is awaited"
+            )
+        failed = result.row_status is not None and bool(result.row_status.any())
+        wanted = op.sample & (result.row_status == RowStatus.OK) if failed else op.sample
+        out_of_range = wanted & ((result.tokens < 0) | (result.tokens >= self.config.vocab_size))
+        if out_of_range.any():
+            raise UnexpectedResultError(f"step {op.step} returned {result.tokens[out_of_range][:8].tolist()}, which are no tokens")
+        self._in_flight.popleft()
+        rows, tokens = self.placement.rows, result.tokens
+        indices = op.req_pool_indices
+        alive = rows.live_generation[indices] == op.row_generations
+        rows.num_outstanding[indices[alive]] -= 1
+        if not failed and alive.all() and op.sample.all():
+            ends = self._accept(indices, tokens, op.requests)
+        else:
+            good = alive & wanted
+            positions = np.flatnonzero(good).tolist()
+            ends = self._accept(indices[good], tokens[good], [op.requests[position] for position in positions])
+            self._complete_slowly(op, result, alive, wanted)
+        for request, stopped in ends:
+            self._finish(request, FinishReason.STOP if stopped else request.limit_reason)
+
+    def reset(self, session_no: int) -> None:
+        """The runtime's memory is gone: begin a new session.
+
+        Ops in flight are forgotten, requests that hold a row are retracted without publishing, tree and pool are emptied. Known
+        tokens stay known, so that nothing a client has seen is taken back.
+        """
+        self.session_no = session_no
+        self._step = 0
+        self._in_flight.clear()
+        for request in self._retracted.requests():
+            request.num_outstanding = 0
+        for request in self.placement.drop_all():
+            request.move(Event.RESET, State.RETRACTED)
+            request.num_outstanding = 0
+            request.retracted_in_plan = self._plan_no + 1
+            self._retracted.add(request)
+
+    # Inside
+
+    def _live(self, request_id: str) -> Request:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise UnknownRequestError(request_id)
+        return request
+
+    def _send(self, choice: Choice) -> ForwardOp:
+        self._step += 1
+        op = build_op(self.placement, choice, self.session_no, self._step)
+        self._in_flight.append(op)
+        return op
+
+    def _accept(self, indices: Int32Array, tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
+        """Append one token each to requests that still hold the row they ran in; returns those that end, and whether by a stop."""
+        rows = self.placement.rows
+        values: list[int] = tokens.tolist()
+        for request, token in zip(requests, values, strict=True):
+            request.tokens.append(token)
+        rows.num_known[indices] += 1
+        stopped = (rows.stop_ids[indices] == tokens[:, None]).any(axis=1)
+        ended = stopped | (rows.num_known[indices] >= rows.limit_len[indices])
+        self._outputs.requests += requests
+        self._outputs.tokens += values
+        return [(requests[position], bool(stopped[position])) for position in np.flatnonzero(ended).tolist()]
+
+    def _complete_slowly(self, op: ForwardOp, result: StepResult, alive: BoolArray, wanted: BoolArray) -> None:
+        """Rows that failed, and rows whose request has left them since."""
+        for position in np.flatnonzero(~alive).tolist():
+            request = op.requests[position]
+            if request.state is State.FINISHED:
+                continue
+            request.num_outstanding -= 1
+            token = int(result.tokens[position])
+            if wanted[position]:
+                request.tokens.append(token)
+                self._outputs.requests.append(request)
+                self._outputs.tokens.append(token)
+                stopped = token in request.stop_ids
+                if stopped or len(request.tokens) >= request.limit_len:
+                    self._finish(request, FinishReason.STOP if stopped else request.limit_reason)
+        if result.row_status is None:
+            return
+        for position in np.flatnonzero(result.row_status).tolist():
+            request = op.requests[position]
+            if request.state is State.FINISHED:
+                continue
+            if result.row_status[position] == RowStatus.CLAMPED:
+                detail = f"its row reached the mirror's width of {self.config.max_pages_per_row} pages"
+                self._finish(request, FinishReason.LENGTH, detail)
+            else:
+                self._finish(request, FinishReason.FAILED, "the model's logits for this request were not finite")
+
+    def _finish(self, request: Request, reason: FinishReason, detail: str = "") -> None:
+        before = request.state
+        request.move(Event.FINISH, State.FINISHED)
+        request.finish_reason, request.finish_detail = reason, detail
+        if before is State.SUBMITTED:
+            self._waiting.note_gone()
+        elif before is State.RETRACTED:
+            self._retracted.remove(request)
+        else:
+            placement = self.placement
+            if reason is FinishReason.FAILED:
+                publish = 0
+            elif reason is FinishReason.ABORT:
+                publish = placement.publishable_pages(request.row)
+            else:
+                publish = (len(request.tokens) - 1) // self.config.page_size
+            placement.leave(request.row, publish)
+        del self.requests[request.request_id]
+        self._outputs.finished.append(request)
+
+    def _retract_row(self, row: int, in_plan: int | None = None) -> None:
+        request: Request = self.placement.request_of_row[row]
+        request.move(Event.RETRACT, State.RETRACTED)
+        request.num_retractions += 1
+        request.retracted_in_plan = self._plan_no if in_plan is None else in_plan
+        self.placement.leave(row, self.placement.publishable_pages(row))
+        self._retracted.add(request)
