@@ -134,20 +134,25 @@ class Planner:
                 self._budget -= input_len
 
     def _grow(self, row: int, num_tokens: int) -> bool:
-        """Publish what the row has computed and give it pages for `num_tokens`, retracting others for them if need be.
+        """Give the row pages for `num_tokens`, retracting others for them if need be; before that, publish what it has
+        computed, unless it is decoding: a plain decode step only appends.
 
         False: the row is not to be planned, because it was retracted itself or must wait for results.
         """
         placement = self._placement
+        publishes = self._rows.phase[row] != Phase.DECODING
         need = placement.pages_for(num_tokens) - int(self._rows.num_pages[row])
-        while need > placement.num_available + (placement.publish_gain(row) if need > placement.num_available else 0):
+        while need > placement.num_available and not (
+            publishes and need <= placement.num_available + placement.publish_gain(row)
+        ):
             victim = self._victim()
             if victim is None:
                 return False
             self._retract(victim)
             if victim == row:
                 return False
-        placement.publish(row)
+        if publishes:
+            placement.publish(row)
         if need > 0:
             self._rows.append(row, placement.take(need))
         return True

@@ -1,0 +1,267 @@
+"""Scenario files: a bug report that runs. docs/scenario-files.md is the reference.
+
+YAML is read by PyYAML and checked by pydantic; every complaint names the file, the line and the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+
+from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.errors import ConfigError, PagemirrorError
+
+VOCAB_SIZE = 997
+"""Of the fingerprint model, the only one that scenarios run."""
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class ScenarioError(PagemirrorError):
+    """A scenario file cannot be run as it stands."""
+
+    def __init__(self, path: str, line: int | None, key: str, problem: str) -> None:
+        self.path, self.line, self.key, self.problem = path, line, key, problem
+        place = f"{path}:{line}" if line is not None else path
+        super().__init__(f"{place}: {key}: {problem}" if key else f"{place}: {problem}")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Submit(_Strict):
+    """A request arrives."""
+
+    step: StrictInt = Field(ge=0)
+    submit: str = Field(min_length=1)
+    prompt: list[StrictInt]
+    max_tokens: StrictInt = DEFAULT_MAX_TOKENS
+    eos: list[StrictInt] = Field(default_factory=list)
+    priority: StrictInt = 0
+    prefix_cache: StrictBool = True
+
+
+class Retract(_Strict):
+    """A running request loses its row."""
+
+    step: StrictInt = Field(ge=0)
+    retract: str = Field(min_length=1)
+
+
+class Abort(_Strict):
+    """A client gives up."""
+
+    step: StrictInt = Field(ge=0)
+    abort: str = Field(min_length=1)
+
+
+class ResetPrefixCache(_Strict):
+    """The prefix cache is emptied."""
+
+    step: StrictInt = Field(ge=0)
+    reset_prefix_cache: StrictBool
+
+
+class RestartRuntime(_Strict):
+    """The runtime comes back with empty memory."""
+
+    step: StrictInt = Field(ge=0)
+    restart_runtime: StrictBool
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+Event = Submit | Retract | Abort | ResetPrefixCache | RestartRuntime
+
+_EVENT_TYPES: dict[str, type[Event]] = {
+    "submit": Submit,
+    "retract": Retract,
+    "abort": Abort,
+    "reset_prefix_cache": ResetPrefixCache,
+    "restart_runtime": RestartRuntime,
+}
+_REQUEST_KEYS = ("submit", "retract", "abort")
+
+
+class _File(_Strict):
+    """The keys of a file beside its events, with their defaults."""
+
+    page_size: StrictInt = 4
+    num_pages: StrictInt = 16
+    max_rows: StrictInt = 8
+    max_pages_per_row: StrictInt = 16
+    token_budget: StrictInt = 64
+    chunk_size: StrictInt = 64
+    refresh_policy: RefreshPolicy = RefreshPolicy.TRANSITION
+    overlap_depth: StrictInt = 0
+    mixed: StrictBool = True
+    prefix_cache: StrictBool = True
+    events: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A scenario file that was read and found sound."""
+
+    path: str
+    config: SchedulerConfig
+    events: tuple[Event, ...]
+
+    @property
+    def last_event_step(self) -> int:
+        """Step of the last event; -1 when there is none."""
+        return max((event.step for event in self.events), default=-1)
+
+    def with_policy(self, policy: RefreshPolicy) -> Scenario:
+        """The same scenario under another refresh policy."""
+        return replace(self, config=replace(self.config, refresh_policy=policy))
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """Read one file.
+
+    Raises:
+        ScenarioError: it cannot be read, is no YAML, or has a key or a value that is not allowed.
+    """
+    name = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ScenarioError(name, None, "", f"cannot be read: {reason}") from error
+    return parse_scenario(text, name)
+
+
+def parse_scenario(text: str, path: str) -> Scenario:
+    """Read a scenario from text; `path` is used in messages. Raises ScenarioError."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        plain = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark is not None else None
+        raise ScenarioError(path, line, "", f"is no YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(root, yaml.MappingNode) or not isinstance(plain, dict):
+        raise ScenarioError(path, 1, "", "must be a mapping of keys such as page_size and events")
+    _refuse_repeated_keys(root, path)
+    file = _validate(_File, plain, root, path, ())
+    config = _config(file, root, path)
+    events_node = _child(root, "events")
+    assert isinstance(events_node, yaml.SequenceNode)  # _File has seen a list
+    events = tuple(
+        _event(entry, node, path, index) for index, (entry, node) in enumerate(zip(file.events, events_node.value, strict=True))
+    )
+    _refuse_repeated_ids(events, events_node, path)
+    return Scenario(path, config, events)
+
+
+def _config(file: _File, root: yaml.MappingNode, path: str) -> SchedulerConfig:
+    try:
+        return SchedulerConfig(
+            page_size=file.page_size,
+            num_pages=file.num_pages,
+            max_rows=file.max_rows,
+            max_pages_per_row=file.max_pages_per_row,
+            vocab_size=VOCAB_SIZE,
+            token_budget=file.token_budget,
+            chunk_size=file.chunk_size,
+            refresh_policy=file.refresh_policy,
+            overlap_depth=file.overlap_depth,
+            mixed=file.mixed,
+            prefix_cache=file.prefix_cache,
+        )
+    except ConfigError as error:
+        raise ScenarioError(
+            path, _line(root, (error.key,)), error.key, f"is {error.value!r}, but must be {error.expected}"
+        ) from error
+
+
+def _event(entry: object, node: yaml.Node, path: str, index: int) -> Event:
+    line = node.start_mark.line + 1
+    if not isinstance(entry, dict) or not isinstance(node, yaml.MappingNode):
+        raise ScenarioError(path, line, f"events[{index}]", "must be a mapping such as {step: 0, submit: A, prompt: [1, 2]}")
+    _refuse_repeated_keys(node, path)
+    actions = [key for key in entry if key in _EVENT_TYPES]
+    if len(actions) != 1:
+        found = f"has {' and '.join(actions)}" if actions else "has none"
+        raise ScenarioError(path, line, f"events[{index}]", f"must have exactly one of {', '.join(_EVENT_TYPES)}; it {found}")
+    action = actions[0]
+    if action in _REQUEST_KEYS:
+        # An id is the text that stands in the file, also where YAML would read a number or a truth value.
+        value = _child(node, action)
+        if not isinstance(value, yaml.ScalarNode) or value.tag == "tag:yaml.org,2002:null":
+            raise ScenarioError(path, line, f"events[{index}].{action}", "must be a request's id")
+        entry = {**entry, action: value.value}
+    event = _validate(_EVENT_TYPES[action], entry, node, path, ("events", index))
+    if isinstance(event, ResetPrefixCache | RestartRuntime) and not entry[action]:
+        raise ScenarioError(path, _line(node, (action,)), f"events[{index}].{action}", "must be true")
+    return event
+
+
+def _validate(model: type[_Model], data: object, node: yaml.Node, path: str, prefix: tuple[str | int, ...]) -> _Model:
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = first["loc"]
+        problem = {
+            "extra_forbidden": f"is no key here; known are {', '.join(model.model_fields)}",
+            "missing": "is missing",
+        }.get(first["type"], f"is {first['input']!r}: {first['msg']}")
+        key = ""
+        for part in (*prefix, *location):
+            key += f"[{part}]" if isinstance(part, int) else f"{'.' if key else ''}{part}"
+        raise ScenarioError(path, _line(node, location), key, problem) from None
+
+
+def _child(node: yaml.Node, key: object) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            if key_node.value == str(key):
+                return value_node
+    if isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+        child: yaml.Node = node.value[key]
+        return child
+    return None
+
+
+def _line(node: yaml.Node, location: tuple[int | str, ...]) -> int:
+    """Line of the deepest node on the way along `location`, counted from 1; of the key where there is one."""
+    line = node.start_mark.line
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            for key_node, _ in node.value:
+                if key_node.value == str(part):
+                    line = key_node.start_mark.line
+        child = _child(node, part)
+        if child is None:
+            break
+        if isinstance(node, yaml.SequenceNode):
+            line = child.start_mark.line
+        node = child
+    return line + 1
+
+
+def _refuse_repeated_keys(node: yaml.MappingNode, path: str) -> None:
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ScenarioError(path, key_node.start_mark.line + 1, "", "a key must be a word")
+        if key_node.value in seen:
+            raise ScenarioError(path, key_node.start_mark.line + 1, key_node.value, "is given twice")
+        seen.add(key_node.value)
+
+
+def _refuse_repeated_ids(events: tuple[Event, ...], node: yaml.SequenceNode, path: str) -> None:
+    seen: set[str] = set()
+    for index, event in enumerate(events):
+        if isinstance(event, Submit):
+            if event.submit in seen:
+                line = node.value[index].start_mark.line + 1
+                raise ScenarioError(path, line, f"events[{index}].submit", f"request {event.submit!r} is submitted twice")
+            seen.add(event.submit)

@@ -1,0 +1,354 @@
+"""Core, mirror and fingerprint model in one process, one step at a time.
+
+A scenario runs through the real scheduler core, the real wire format and the real runtime half (session checks, mirror, model);
+only the network and the clock are missing, so a run is deterministic. After every half step the whole state is audited: the
+core's own invariants, the mirror's rows against the scheduler's, the fingerprint of every cell that was read, and every sampled
+token against the definition of the model.
+
+The runtime is imported when a simulation is made: the scheduler's install has no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.errors import InternalError, PagemirrorError, RequestError
+from scheduler_service.core.invariants import audit, audit_op, audit_writes
+from scheduler_service.core.ops import Cause, ForwardOp, StepResult
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.scenario import VOCAB_SIZE, Abort, Event, ResetPrefixCache, Retract, Scenario, Submit
+from scheduler_service.wire import op_to_proto, result_from_proto
+
+MAX_IDLE_STEPS = 10_000
+"""Steps, beside one for each token asked for, after which a run that has not ended is stopped."""
+
+
+class RuntimeMissingError(PagemirrorError):
+    """The runtime's packages are not installed."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+        super().__init__(
+            f"simulate runs the runtime's mirror in this process and needs {missing}, which is not installed; "
+            "install pagemirror[runtime]"
+        )
+
+
+@dataclass(slots=True)
+class OpLine:
+    """One row of one step, as the scheduler planned it."""
+
+    request: str
+    cause: Cause
+    row: int
+    begin: int
+    size: int
+    full_refresh: bool
+    occupied_pages: list[int]
+    num_computed: int
+    input_len: int
+
+
+@dataclass(slots=True)
+class StepLine:
+    """What one step was and how things stand after it."""
+
+    step: int
+    ops: list[OpLine] = field(default_factory=list)
+    applied: dict[str, list[int]] = field(default_factory=dict)  # mirror rows of `ops`, right after the step ran
+    mirror: dict[str, list[int]] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    free: int = 0
+    cached: int = 0
+    private: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Summary:
+    """A whole run."""
+
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    finish: dict[str, str] = field(default_factory=dict)
+    retractions: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    lines: int = 0
+    pages_sent: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+class InProcessRuntime:
+    """The runtime without its process: ops go in and results come out as the bytes of the wire."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        try:
+            import torch
+
+            from runtime_service.executors.fingerprint import FingerprintExecutor
+            from runtime_service.req_to_page import ReqToPage
+            from runtime_service.session import SessionState
+            from runtime_service.step_runner import StepRunner
+        except ModuleNotFoundError as error:
+            raise RuntimeMissingError(error.name or "torch") from error
+        torch.set_num_threads(1)
+        tail_only = config.refresh_policy is RefreshPolicy.TAIL_ONLY
+        limits = (config.max_rows, config.max_pages_per_row, config.num_pages, config.page_size)
+        self.mirror = ReqToPage(*limits, zero_fill=not tail_only)
+        self.model = FingerprintExecutor(config.num_pages, config.page_size)
+        self.model.poison()
+        session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only)
+        self._runner = StepRunner(session, self.mirror, self.model)
+        self._overlap_depth = config.overlap_depth
+        self._num_seen = 0
+
+    def open(self, session_no: int) -> None:
+        """Begin a session, as a scheduler's hello does."""
+        self._runner.open(1, session_no, self._overlap_depth)
+
+    def run(self, op: ForwardOp) -> StepResult | str:
+        """Execute one op; a refusal comes back as its text."""
+        from runtime_service.wire import op_from_proto, result_to_proto
+
+        sent = op_to_proto(op)
+        received = op_from_proto(type(sent).FromString(sent.SerializeToString()))
+        answer = self._runner.run(received)
+        if isinstance(answer, Exception):
+            return str(answer)
+        return result_from_proto(result_to_proto(answer).result, op.num_rows)
+
+    def row(self, row: int) -> list[int]:
+        """The valid part of one mirror row."""
+        entries: list[int] = self.mirror.row(row).tolist()
+        return entries
+
+    def new_violations(self) -> list[str]:
+        """What the model found wrong with the cells it has read since the last call."""
+        found = self.model.violations[self._num_seen :]
+        self._num_seen = len(self.model.violations)
+        return list(found)
+
+
+class Simulation:
+    """One scenario under way: `step()` until it returns None, then `summary` is complete."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.summary = Summary()
+        self.scheduler = Scheduler(scenario.config, keep_sent=True)
+        self.runtime = InProcessRuntime(scenario.config)
+        self.runtime.open(1)
+        self._events: deque[Event] = deque(sorted(scenario.events, key=lambda event: event.step))
+        self._results: deque[tuple[int, StepResult]] = deque()
+        self._sums: dict[str, _Fingerprint] = {}
+        self._step = 0
+        self._given_up = False
+        asked = sum(max(event.max_tokens, 0) for event in scenario.events if isinstance(event, Submit))
+        self._last_step = scenario.last_event_step + 1 + MAX_IDLE_STEPS + asked
+
+    def step(self) -> StepLine | None:
+        """Run one step and describe it; None when every event is applied, every request has ended and no result is due."""
+        if self._given_up or not (self._events or self._results or self.scheduler.has_work):
+            return None
+        if self._step >= self._last_step:
+            self._report(f"no progress: the run has not ended after {self._step} steps")
+            return None
+        line = StepLine(self._step)
+        try:
+            self._advance(line)
+        except InternalError as error:
+            self._report(f"step {self._step}: the scheduler gave up: {error}")
+            self._given_up = True
+        self._describe(line)
+        self.summary.lines += 1
+        self.summary.steps += 1 if line.ops else 0
+        self._step += 1
+        return line
+
+    def _advance(self, line: StepLine) -> None:
+        while self._events and self._events[0].step <= self._step:
+            self._apply(self._events.popleft(), line)
+        self._collect(line)
+        op = self._plan(line)
+        if op is not None:
+            self._run(op, line)
+        self._audit()
+        if self._results and self._results[0][0] <= self._step - self.scenario.config.overlap_depth:
+            self.scheduler.complete(self._results.popleft()[1])
+        self._collect(line)
+        self._audit()
+
+    def _apply(self, event: Event, line: StepLine) -> None:
+        scheduler = self.scheduler
+        if isinstance(event, Submit):
+            self._submit(event, line)
+        elif isinstance(event, Retract):
+            request = scheduler.requests.get(event.retract)
+            if request is not None and request.state.holds_row:
+                scheduler.retract(event.retract)
+        elif isinstance(event, Abort):
+            if event.abort in scheduler.requests:
+                scheduler.abort(event.abort)
+        elif isinstance(event, ResetPrefixCache):
+            try:
+                scheduler.reset_prefix_cache()
+            except RequestError as error:
+                line.refused.append(f"reset_prefix_cache:{error.code}")
+        else:
+            self._results.clear()
+            scheduler.reset(scheduler.session_no + 1)
+            self.runtime = InProcessRuntime(self.scenario.config)
+            self.runtime.open(scheduler.session_no)
+
+    def _submit(self, event: Submit, line: StepLine) -> None:
+        summary, name = self.summary, event.submit
+        summary.outputs[name], summary.cached_tokens[name], summary.retractions[name] = [], 0, 0
+        try:
+            self.scheduler.submit(
+                name,
+                event.prompt,
+                max_tokens=event.max_tokens,
+                stop_ids=event.eos,
+                priority=event.priority,
+                prefix_cache=event.prefix_cache,
+            )
+        except RequestError as error:
+            summary.finish[name] = line.ended[name] = f"refused:{error.code}"
+        else:
+            self._sums[name] = _Fingerprint(event.prompt)
+
+    def _plan(self, line: StepLine) -> ForwardOp | None:
+        op = self.scheduler.plan()
+        if op is None:
+            return None
+        self.summary.pages_sent += len(op.occupied_pages)
+        pages = self.scheduler.placement.rows.row_pages
+        for index, (request, cause) in enumerate(zip(op.requests, op.causes, strict=True)):
+            row = int(op.req_pool_indices[index])
+            line.ops.append(
+                OpLine(
+                    request=request.request_id,
+                    cause=cause,
+                    row=row,
+                    begin=int(op.begins[index]),
+                    size=int(op.sizes[index]),
+                    full_refresh=bool(op.full_refresh[index]),
+                    occupied_pages=pages(row).tolist(),
+                    num_computed=int(op.num_computed[index]),
+                    input_len=int(op.input_lens[index]),
+                )
+            )
+        return op
+
+    def _run(self, op: ForwardOp, line: StepLine) -> None:
+        for finding in (*audit_op(op), *audit_writes(self.scheduler, op)):
+            self._report(finding)
+        answer = self.runtime.run(op)
+        if isinstance(answer, str):
+            self._report(f"step {self._step}: the runtime refused: {answer}")
+            answer = StepResult(op.session_no, op.step, np.where(op.sample, 0, -1).astype(np.int32))
+        self._results.append((self._step, answer))
+        line.applied = {planned.request: self.runtime.row(planned.row) for planned in line.ops}
+        for violation in self.runtime.new_violations():
+            self._report(f"step {self._step}: {violation}")
+
+    def _collect(self, line: StepLine) -> None:
+        """Take over what the core has accepted and ended, and hold each token against the model's definition."""
+        outputs = self.scheduler.take_outputs()
+        for request, token in zip(*outputs.columns, strict=True):
+            name = request.request_id
+            expected = self._sums[name].accept(token)
+            if token != expected:
+                self._report(f"step {self._step}: request {name} sampled {token}, its own tokens give {expected}")
+            line.sampled[name] = token
+            self.summary.outputs[name].append(token)
+        for request in outputs.finished:
+            line.ended[request.request_id] = self.summary.finish[request.request_id] = str(request.finish_reason)
+            self._note(request)
+            self._sums.pop(request.request_id, None)
+
+    def _note(self, request: Request) -> None:
+        self.summary.cached_tokens[request.request_id] = request.cached_tokens
+        self.summary.retractions[request.request_id] = request.num_retractions
+
+    def _audit(self) -> None:
+        for finding in audit(self.scheduler):
+            self._report(f"step {self._step}: {finding}")
+        unsent = self.scheduler.placement.rows.unsent
+        for row, (request, pages) in self.scheduler.rows().items():
+            if not unsent[row]:
+                self._compare(request.request_id, self.runtime.row(row), pages.tolist())
+
+    def _compare(self, name: str, mirror: list[int], pages: list[int]) -> None:
+        if mirror == pages:
+            return
+        text = f"step {self._step}: request {name}: mirror row {mirror} is not the scheduler's row {pages}"
+        wrong = [i for i, page in enumerate(mirror) if i >= len(pages) or pages[i] != page]
+        text += "".join(f"; logical page {i} reads page {mirror[i]}" for i in wrong)
+        for page in sorted({page for page in mirror if mirror.count(page) > 1}):
+            places = [str(i) for i, entry in enumerate(mirror) if entry == page]
+            text += f"; page {page} is aliased by logical pages {' and '.join(places)}"
+        owners = {
+            entry: request.request_id for request, row in self.scheduler.rows().values() for entry in row.tolist()
+            if request.request_id != name
+        }
+        for i in wrong:
+            if mirror[i] in owners and mirror[i] not in pages:
+                text += f"; page {mirror[i]} belongs to request {owners[mirror[i]]}"
+        self._report(text)
+
+    def _report(self, violation: str) -> None:
+        if violation not in self.summary.violations:
+            self.summary.violations.append(violation)
+
+    def _describe(self, line: StepLine) -> None:
+        unsent = self.scheduler.placement.rows.unsent
+        for row, (request, pages) in sorted(self.scheduler.rows().items()):
+            line.rows[request.request_id] = pages.tolist()
+            line.mirror[request.request_id] = [] if unsent[row] else self.runtime.row(row)
+        stats = self.scheduler.stats()
+        line.free, line.cached, line.private = stats.free, stats.cached, stats.private
+        for request in self.scheduler.requests.values():
+            self._note(request)
+
+
+class _Fingerprint:
+    """The model by its definition, over a request's own tokens: sum of (i + 1) * (tok_i + 1) mod 997."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self._length = len(prompt)
+        self._sum = sum((i + 1) * (token + 1) for i, token in enumerate(prompt)) % VOCAB_SIZE
+
+    def accept(self, token: int) -> int:
+        """The token that follows so far; then takes in the one that did."""
+        expected = self._sum
+        self._length += 1
+        self._sum = (self._sum + self._length * (token + 1)) % VOCAB_SIZE
+        return expected
+
+
+def as_json(line: StepLine, file: str) -> dict[str, Any]:
+    """A step's line in the form that `--json` prints."""
+    shown: dict[str, Any] = {
+        "file": file,
+        "step": line.step,
+        "ops": [{name: getattr(op, name) for name in OpLine.__slots__} for op in line.ops],
+        "mirror": line.mirror,
+        "rows": line.rows,
+        "sampled": line.sampled,
+        "ended": line.ended,
+        "free": line.free,
+        "cached": line.cached,
+        "private": line.private,
+    }
+    if line.refused:
+        shown["refused"] = line.refused
+    return shown
