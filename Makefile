@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Torch's threads otherwise spin against every other busy process.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help venv demo test check protos model clean
+.PHONY: help venv demo test check protos docs model clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,19 +24,24 @@ demo: venv model ## the worked example, then real text under page pressure
 test: venv model ## the whole test suite
 	$(BIN)/python -m pytest
 
-check: venv ## lint, format, types, dependency contracts, generated code
+check: venv ## lint, format, types, dependency contracts, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protos.py --check
+	$(BIN)/python tools/generate_state_diagram.py --check
 
 protos: venv ## regenerate the protobuf code
 	$(BIN)/python tools/generate_protos.py
 
+docs: venv ## regenerate the state diagram and the picture of the page rows
+	$(BIN)/python tools/generate_state_diagram.py
+	$(BIN)/python tools/draw_page_rows.py
+
 model: venv models/smollm2-135m-instruct/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it once
 
-models/smollm2-135m-instruct/model.safetensors:
+models/smollm2-135m-instruct/model.safetensors: | .venv/.installed
 	$(BIN)/python tools/make_model.py
 
 clean: ## remove what was built, models included

@@ -45,9 +45,7 @@ def stale(out: Path) -> list[str]:
     """Names of generated files that differ from those checked in, or that are checked in and no longer generated."""
     fresh = generate(out)
     present = sorted(path.relative_to(PROTO) for path in PROTO.rglob("*_pb2*.py*") if "__pycache__" not in path.parts)
-    differing = [
-        str(path) for path in fresh if path not in present or not filecmp.cmp(out / path, PROTO / path, shallow=False)
-    ]
+    differing = [str(path) for path in fresh if path not in present or not filecmp.cmp(out / path, PROTO / path, shallow=False)]
     return differing + [str(path) for path in present if path not in fresh]
 
 

@@ -150,10 +150,13 @@ class ForwardOp(_message.Message):
     Test vectors: row [] -> 0xe4d971771b652c20; row [3, 2] -> 0xc7da548924f3a1ec; row [3, 2, 1] -> 0x56658e418081da92.
     """
     verify_rows: _builtins.bytes
-    """Columns int32 and uint64 of equal length: row numbers and the digests they must have after the op, for live rows that
-    the op does not otherwise name. Only in verification mode; empty otherwise.
+    """Column int32: row numbers of live rows that the op does not otherwise name and whose digests are to be compared. Only in
+    verification mode; empty otherwise.
     """
     verify_digests: _builtins.bytes
+    """Column uint64, one entry per entry of verify_rows: the digest that row must have after the op, computed as for
+    row_digests. Empty when verify_rows is.
+    """
     @_builtins.property
     def lease_starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseStart]:
         """One entry for each row whose first op of a lease this is, in any order; absent for all other rows."""
@@ -320,8 +323,9 @@ class StepResult(_message.Message):
     ROW_STATUS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
-    """Session and step of the op that is answered. Never 0."""
+    """Session of the op that is answered. Never 0."""
     step: _builtins.int
+    """Step of the op that is answered. Never 0."""
     tokens: _builtins.bytes
     """Column int32: sampled tokens, -1 where the row has none. One entry per row when num_tokens is empty, else the sum of
     num_tokens.

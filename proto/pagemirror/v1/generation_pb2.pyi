@@ -27,6 +27,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Never sent: zero is what an absent field reads as."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """A stop id was sampled."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
@@ -40,6 +41,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a request ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Never sent: zero is what an absent field reads as."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop id was sampled."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
@@ -57,6 +59,7 @@ class _RequestState:
 class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent: zero is what an absent field reads as."""
     REQUEST_STATE_SUBMITTED: _RequestState.ValueType  # 1
     """Waits for its first admission."""
     REQUEST_STATE_PREFILLING: _RequestState.ValueType  # 2
@@ -74,6 +77,7 @@ class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
     """States of a live request."""
 
 REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent: zero is what an absent field reads as."""
 REQUEST_STATE_SUBMITTED: RequestState.ValueType  # 1
 """Waits for its first admission."""
 REQUEST_STATE_PREFILLING: RequestState.ValueType  # 2
@@ -205,8 +209,11 @@ class Finished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_RETRACTIONS_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
+    """Why it ended. Never FINISH_REASON_UNSPECIFIED."""
     prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     completion_tokens: _builtins.int
+    """Tokens returned, a stop token included."""
     cached_tokens: _builtins.int
     """Prompt tokens taken from the prefix cache at the first admission."""
     num_retractions: _builtins.int
@@ -230,10 +237,13 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
+    """Which request to end."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The id given to Generate, or returned by it. Empty is NOT_FOUND."""
     def __init__(
         self,
         *,
@@ -249,6 +259,8 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
+    """The request is over. Empty on purpose."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -264,10 +276,13 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class RetractRequest(_message.Message):
+    """Which request to take the row from."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The id given to Generate, or returned by it. Empty is NOT_FOUND."""
     def __init__(
         self,
         *,
@@ -283,6 +298,8 @@ Global___RetractRequest: _TypeAlias = RetractRequest  # noqa: Y015
 
 @_typing.final
 class RetractResponse(_message.Message):
+    """The request holds no row any more. Empty on purpose."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -298,10 +315,13 @@ Global___RetractResponse: _TypeAlias = RetractResponse  # noqa: Y015
 
 @_typing.final
 class GetStateRequest(_message.Message):
+    """Which request to report on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The id given to Generate, or returned by it. Empty is NOT_FOUND."""
     def __init__(
         self,
         *,
@@ -331,16 +351,23 @@ class RequestInfo(_message.Message):
     NUM_COMPUTED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The request's id."""
     state: Global___RequestState.ValueType
+    """Where it is in its life."""
     row: _builtins.int
     """Its row number; 0 when it holds none."""
     prompt_tokens: _builtins.int
+    """Tokens of the prompt."""
     completion_tokens: _builtins.int
+    """Tokens returned so far."""
     cached_tokens: _builtins.int
+    """Prompt tokens taken from the prefix cache at the first admission; 0 before it."""
     num_retractions: _builtins.int
+    """How often the request lost its row."""
     num_computed: _builtins.int
     """Tokens whose KV is written by ops that were sent."""
     priority: _builtins.int
+    """As given to Generate."""
     def __init__(
         self,
         *,
@@ -364,6 +391,8 @@ Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
 
 @_typing.final
 class ListRowsRequest(_message.Message):
+    """Asks for all rows in use. Empty on purpose."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -387,9 +416,13 @@ class ListRowsResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
+    """Session to which the rows belong."""
     step: _builtins.int
+    """Step after which both sides were read; 0 before the first."""
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowPair]: ...
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowPair]:
+        """One entry per row in use, ascending by row number. Empty: nothing runs."""
+
     def __init__(
         self,
         *,
@@ -422,7 +455,9 @@ class RowPair(_message.Message):
     equal: _builtins.bool
     """The mirror holds the scheduler's row (its first max_pages_per_row entries)."""
     @_builtins.property
-    def request(self) -> Global___RequestInfo: ...
+    def request(self) -> Global___RequestInfo:
+        """The request that holds the row. Always set."""
+
     def __init__(
         self,
         *,
@@ -441,6 +476,8 @@ Global___RowPair: _TypeAlias = RowPair  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):
+    """How to empty the prefix cache."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FORCE_FIELD_NUMBER: _builtins.int
@@ -461,6 +498,8 @@ Global___ResetPrefixCacheRequest: _TypeAlias = ResetPrefixCacheRequest  # noqa: 
 
 @_typing.final
 class ResetPrefixCacheResponse(_message.Message):
+    """What emptying it gave back."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FREED_PAGES_FIELD_NUMBER: _builtins.int
@@ -481,6 +520,8 @@ Global___ResetPrefixCacheResponse: _TypeAlias = ResetPrefixCacheResponse  # noqa
 
 @_typing.final
 class GetInfoRequest(_message.Message):
+    """Asks for a ServerInfo. Empty on purpose."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -525,28 +566,43 @@ class ServerInfo(_message.Message):
     version: _builtins.str
     """Version of the pagemirror package."""
     model: _builtins.str
-    """As stated by the runtime: see RuntimeInfo in runtime.proto."""
+    """What the runtime serves, as its RuntimeInfo states it; empty before a runtime was reached, as are the next two."""
     architecture: _builtins.str
+    """RuntimeInfo.architecture."""
     tokenizer_path: _builtins.str
+    """RuntimeInfo.tokenizer_path; empty when the model has no tokenizer."""
     vocab_size: _builtins.int
+    """Token ids are [0, vocab_size)."""
     max_context: _builtins.int
-    """0: no limit."""
+    """Longest sequence, prompt and output, in tokens. 0: no limit but the row's and the pool's."""
     default_stop_ids: _builtins.bytes
-    """Column int32."""
+    """Column int32: ids that end the output of every request that does not set ignore_default_stop_ids. Empty: none."""
     page_size: _builtins.int
+    """Tokens in a page."""
     num_pages: _builtins.int
+    """Usable pages."""
     max_rows: _builtins.int
+    """Usable rows: requests that can run at once."""
     max_pages_per_row: _builtins.int
+    """Width of the mirror, in pages."""
     token_budget: _builtins.int
+    """Tokens computed in one step at most, over all rows."""
     chunk_size: _builtins.int
+    """Prompt tokens of one request computed in one step at most."""
     overlap_depth: _builtins.int
+    """Ops that may be sent beyond the one whose result is awaited."""
     refresh_policy: _builtins.str
+    """How full_refresh is produced: transition, diff or always."""
     num_waiting: _builtins.int
-    """Present fill."""
+    """Requests that wait for their first admission."""
     num_running: _builtins.int
+    """Requests that hold a row."""
     num_retracted: _builtins.int
+    """Requests that wait to resume."""
     free_pages: _builtins.int
+    """Pages on the free list."""
     cached_pages: _builtins.int
+    """Pages owned by the prefix cache, those in use included."""
     max_prompt_len: _builtins.int
     """Longest prompt that Generate accepts."""
     num_steps: _builtins.int

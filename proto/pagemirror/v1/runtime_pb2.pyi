@@ -25,6 +25,7 @@ class _RefusalCode:
 class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFUSAL_CODE_UNSPECIFIED: _RefusalCode.ValueType  # 0
+    """Never sent: zero is what an absent field reads as."""
     REFUSAL_CODE_SKIPPED: _RefusalCode.ValueType  # 1
     """An earlier op of the session was refused or failed; this one was not looked at. [ABORTED]"""
     REFUSAL_CODE_STEP_FAILED: _RefusalCode.ValueType  # 2
@@ -76,6 +77,7 @@ class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper):
     """
 
 REFUSAL_CODE_UNSPECIFIED: RefusalCode.ValueType  # 0
+"""Never sent: zero is what an absent field reads as."""
 REFUSAL_CODE_SKIPPED: RefusalCode.ValueType  # 1
 """An earlier op of the session was refused or failed; this one was not looked at. [ABORTED]"""
 REFUSAL_CODE_STEP_FAILED: RefusalCode.ValueType  # 2
@@ -186,12 +188,15 @@ class SchedulerHello(_message.Message):
     overlap_depth + 1 results for repeats.
     """
     expect_page_size: _builtins.int
-    """Set where the scheduler's configuration states a value: the runtime refuses with FAILED_PRECONDITION and both values
-    when its own differs. Unset: the scheduler takes what the runtime says.
+    """Tokens in a page, set where the scheduler's configuration states it: the runtime refuses with FAILED_PRECONDITION and
+    both values when its own differs. Unset: the scheduler takes what the runtime says.
     """
     expect_num_pages: _builtins.int
+    """Usable pages; set, unset and refused like expect_page_size."""
     expect_max_rows: _builtins.int
+    """Usable rows; set, unset and refused like expect_page_size."""
     expect_max_pages_per_row: _builtins.int
+    """Width of the mirror; set, unset and refused like expect_page_size."""
     def __init__(
         self,
         *,
@@ -343,16 +348,19 @@ class RuntimeInfo(_message.Message):
     default_stop_ids: _builtins.bytes
     """Column int32: ids at which the model ends a text by itself (generation_config.json). Empty: none."""
     model: _builtins.str
-    """Identity of the model: what --model was given, and a readable name of the architecture."""
+    """Identity of the model: what --model was given. Never empty."""
     architecture: _builtins.str
+    """A readable name of the architecture, for people and logs. Never empty."""
     tokenizer_path: _builtins.str
     """Where the tokenizer's files lie on the runtime's host; empty when the model has none."""
     rank: _builtins.int
-    """This runtime's place among several that receive the same ops. A single runtime is rank 0 of 1."""
+    """This runtime's place among those that receive the same ops, from 0. A single runtime is rank 0."""
     world_size: _builtins.int
+    """How many runtimes receive the same ops; 1 for a single one."""
     device: _builtins.str
-    """"cpu" or "cuda:0", and the dtype of weights and KV cache ("float32", "bfloat16"; "int32" for the fingerprint model)."""
+    """Where the model runs: "cpu" or "cuda:0"."""
     dtype: _builtins.str
+    """Dtype of weights and KV cache: "float32", "bfloat16"; "int32" for the fingerprint model."""
     heartbeat_interval_s: _builtins.float
     """Seconds between two heartbeats."""
     def __init__(
@@ -414,6 +422,7 @@ class ResetDone(_message.Message):
 
     SESSION_NO_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
+    """The session that begins: the number that Reset carried."""
     def __init__(
         self,
         *,
@@ -440,9 +449,11 @@ class Refusal(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
-    """Session and step of the op."""
+    """Session of the op."""
     step: _builtins.int
+    """Step of the op."""
     code: Global___RefusalCode.ValueType
+    """What was wrong. Never REFUSAL_CODE_UNSPECIFIED."""
     row: _builtins.int
     """The offending row number; 0 when no row is to blame."""
     request_id: _builtins.str
@@ -520,8 +531,9 @@ class ReadRowsResponse(_message.Message):
     VALID_LENS_FIELD_NUMBER: _builtins.int
     PAGES_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
-    """Session and last applied step to which the rows belong; 0 when no session is open or no step was applied."""
+    """Session to which the rows belong; 0 when none is open."""
     last_step: _builtins.int
+    """Last applied step of that session; 0 when none was applied."""
     rows: _builtins.bytes
     """Column int32: row numbers."""
     row_generations: _builtins.bytes
