@@ -31,6 +31,14 @@ class ModelInfo:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much KV a model's creator made room for: stated by the settings, or derived from the memory that is there."""
+
+    num_pages: int  # usable pages; ids 1 ... num_pages, page 0 is reserved
+    max_pages_per_row: int  # width of the mirror
+
+
 @dataclass(slots=True)
 class ExecutionResult:
     """What a model makes of one batch of R rows."""

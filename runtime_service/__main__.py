@@ -1,0 +1,92 @@
+"""`python -m runtime_service`: the command line of one runtime process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from runtime_service.errors import SettingsError
+from runtime_service.settings import DEFAULT_LISTEN, ENV_PREFIX, RuntimeSettings, load_settings, prepare_environment
+
+HELP = f"""\
+The runtime of pagemirror: the process that owns the model, its KV cache and the mirror of the scheduler's page rows.
+
+It decides nothing about pages. A scheduler (`pagemirror scheduler --runtime ADDRESS`) connects to it and streams one op a step.
+`pagemirror up` starts both.
+
+\b
+    python -m runtime_service --model fingerprint
+    python -m runtime_service --model models/smollm2-135m-instruct --listen unix:/tmp/pagemirror-runtime.sock
+
+When it serves, it prints one line on stdout: `pagemirror runtime ready on ADDRESS (…)`. Logs go to stderr. SIGTERM ends it.
+Every option can also be given as an environment variable: --page-size is {ENV_PREFIX}PAGE_SIZE.
+"""
+
+cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@cli.command(help=HELP, no_args_is_help=False)
+def runtime(
+    listen: Annotated[
+        str | None, typer.Option(help=f"Address to serve on: HOST:PORT or unix:/PATH. Default: {DEFAULT_LISTEN}.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="'fingerprint' (exact test model), 'tiny' (seeded small Llama) or a Hugging Face directory."
+            " Default: fingerprint."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of weights and KV: auto, float32 or bfloat16. auto is float32 on a CPU.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page, 1 to 256. Default: 16.")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="Pages of the KV cache. Default: from the memory settings.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Requests that can run at once. Default: 256.")] = None,
+    max_pages_per_row: Annotated[
+        int | None, typer.Option(help="Width of the mirror: pages one request can have. Default: from --max-context.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens, prompt and output. Default: the model's own.")
+    ] = None,
+    kv_memory_fraction: Annotated[
+        float | None, typer.Option(help="Share of the GPU's free memory for the KV cache. Default: 0.9.")
+    ] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache on a CPU, in GiB. Default: 1.")] = None,
+    heartbeat_interval_s: Annotated[float | None, typer.Option(help="Seconds between heartbeats. Default: 1.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="Seconds that calls may take to end at shutdown. Default: 5.")] = None,
+    exit_with_parent: Annotated[
+        int | None, typer.Option(metavar="PID", help="End when the process PID ends, however it ends.")
+    ] = None,
+    demonstrate_tail_only: Annotated[bool | None, typer.Option("--demonstrate-tail-only", hidden=True)] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console or json. Default: console.")] = None,
+) -> None:
+    """Collect the options that were given; `HELP` is what people read."""
+    try:
+        settings = load_settings(**locals())
+    except SettingsError as error:
+        for problem in error.problems:
+            sys.stderr.write(f"error: {problem}\n")
+        raise typer.Exit(2) from None
+    raise typer.Exit(start(settings))
+
+
+def start(settings: RuntimeSettings) -> int:
+    """Set the environment, then load torch and everything above it, then serve."""
+    prepare_environment(settings)
+    from runtime_service.app import run
+
+    return run(settings)
+
+
+def main() -> None:
+    """Entry point of `python -m runtime_service`."""
+    cli()
+
+
+if __name__ == "__main__":
+    main()

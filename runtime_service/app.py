@@ -1,0 +1,192 @@
+"""The runtime process: listen, load the model, serve, and go away cleanly.
+
+The address is taken first and the model is loaded after it, in the execution thread: a port in use is known in milliseconds,
+the health service can say NOT_SERVING meanwhile, and everything that touches the device is done by one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from runtime_service.errors import RuntimeServiceError
+from runtime_service.execution import ExecutionThread
+from runtime_service.executors import create_executor
+from runtime_service.executors.base import Capacity, ModelExecutor
+from runtime_service.listen import bind, claim_unix_path
+from runtime_service.parent import watch_process
+from runtime_service.req_to_page import ReqToPage
+from runtime_service.servicer import SERVICE_NAME, RuntimeServicer
+from runtime_service.session import SessionState
+from runtime_service.settings import RuntimeSettings
+from runtime_service.step_runner import StepRunner
+from runtime_service.wire import MAX_MESSAGE_BYTES, RuntimeFacts
+
+log = structlog.get_logger(__name__)
+
+THREAD_JOIN_S = 1.0
+MAX_CONCURRENT_RPCS = 64
+
+SERVER_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Two runtimes must not share a port, each getting some of the connections.
+    ("grpc.so_reuseport", 0),
+    # Notice a peer whose host is gone, and permit a peer to do the same while nothing is said.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
+
+Create = Callable[[RuntimeSettings], tuple[ModelExecutor, Capacity]]
+
+
+def load(settings: RuntimeSettings, create: Create = create_executor) -> tuple[StepRunner, RuntimeFacts]:
+    """Load the model, warm it up and put mirror and session beside it; runs in the execution thread."""
+    executor, capacity = create(settings)
+    model = executor.info
+    broken = settings.demonstrate_tail_only
+    if broken:
+        log.warning("checks_off", reason="--demonstrate-tail-only: mirror rows will go stale")
+    shape = (settings.max_rows, capacity.max_pages_per_row, capacity.num_pages, settings.page_size)
+    session = SessionState(*shape, model.vocab_size, lenient=broken)
+    mirror = ReqToPage(*shape, device=model.device, zero_fill=not broken)
+    runner = StepRunner(session, mirror, executor)
+    executor.warm_up()
+    facts = RuntimeFacts(
+        model=model,
+        runtime_epoch=secrets.randbits(64) | 1,  # never 0
+        page_size=settings.page_size,
+        num_pages=capacity.num_pages,
+        max_rows=settings.max_rows,
+        max_pages_per_row=capacity.max_pages_per_row,
+        max_context=min((limit for limit in (settings.max_context, model.max_context) if limit), default=0),
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+    )
+    return runner, facts
+
+
+def readiness_line(address: str, facts: RuntimeFacts) -> str:
+    """What is printed on stdout when the runtime serves; one line, for people and for whoever started it."""
+    model = facts.model
+    return (
+        f"pagemirror runtime ready on {address} (model {model.name}, device {model.device}, dtype {model.dtype}, "
+        f"page_size {facts.page_size}, num_pages {facts.num_pages}, max_rows {facts.max_rows})"
+    )
+
+
+async def serve(
+    settings: RuntimeSettings,
+    thread: ExecutionThread,
+    *,
+    stop: asyncio.Event | None = None,
+    create: Create = create_executor,
+    announce: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT, the end of `settings.exit_with_parent` or `stop`; everything has ended when it returns.
+
+    `announce` gets the readiness line, by default stdout does. Raises AddressInUseError, SettingsError, and whatever loading
+    the model raises.
+    """
+    stop = stop or asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+    servicer = RuntimeServicer(thread)
+    servicer.register(server)
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    stopping = asyncio.ensure_future(stop.wait())
+    parent = asyncio.ensure_future(watch_process(settings.exit_with_parent)) if settings.exit_with_parent else None
+    ending = {stopping} if parent is None else {stopping, parent}
+    try:
+        claim_unix_path(settings.listen)
+        address = bind(server, settings.listen)
+        await _set_health(checker, serving=False)
+        await server.start()
+        log.info("listening, loading the model", address=address, model=settings.model)
+        loading = thread.call(partial(load, settings, create))
+        await asyncio.wait({loading, *ending}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            runner, facts = loading.result()
+            servicer.set_ready(runner, facts)
+            await _set_health(checker, serving=True)
+            (announce or _print)(readiness_line(address, facts))
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        log.info("shutting down", cause="the parent process is gone" if parent is not None and parent.done() else "asked to")
+    finally:
+        # Streams first: they would otherwise hold the server for the whole grace.
+        servicer.shut_down()
+        await checker.enter_graceful_shutdown()
+        await server.stop(settings.grace_s)
+        thread.stop()
+        for task in ending:
+            task.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _set_health(checker: health.aio.HealthServicer, *, serving: bool) -> None:
+    status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    for service in ("", SERVICE_NAME):
+        await checker.set(service, status)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def configure_logging(settings: RuntimeSettings) -> None:
+    """Log lines go to stderr; stdout carries the readiness line and nothing else."""
+    processors: list[structlog.types.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+    if settings.log_format == "json":
+        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def run(settings: RuntimeSettings) -> int:
+    """The whole life of a runtime process; returns its exit status: 0 when asked to end, 1 when it could not serve."""
+    configure_logging(settings)
+    thread = ExecutionThread()
+    try:
+        asyncio.run(serve(settings, thread))
+        status = 0
+    except RuntimeServiceError as error:
+        sys.stderr.write(f"error: {error}\n")
+        status = 1
+    except Exception:
+        log.exception("the runtime cannot serve")
+        status = 1
+    if not thread.join(THREAD_JOIN_S):
+        # A step that does not end: the interpreter's own exit could wait for it, or crash under it.
+        log.warning("leaving a step behind that does not end")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

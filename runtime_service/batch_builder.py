@@ -1,0 +1,85 @@
+"""From an op to the batch a model takes: positions, page lookups and input tokens of every row, in one staged copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runtime_service.forward_batch import ForwardBatch
+from runtime_service.ops import ForwardOp
+from runtime_service.req_to_page import ReqToPage
+from runtime_service.staging import StagingRing
+
+
+class BatchBuilder:
+    """Builds the `ForwardBatch` of an op that was checked and whose pages are already in the mirror."""
+
+    def __init__(self, mirror: ReqToPage, device: str | torch.device) -> None:
+        self._mirror = mirror
+        self._entries = mirror.table.view(-1)
+        self._staging = StagingRing(torch.device(device), torch.int64)
+
+    def build(self, op: ForwardOp, last_tokens: torch.Tensor) -> ForwardBatch:
+        """Make the batch of `op`; `last_tokens` is int64 [max_rows + 1] on the device, the last sampled token of each row.
+
+        Decode rows compute `last_tokens[row]`, extend rows their `input_ids`. Positions past the mirror's width get a slot of
+        the dummy page 0 and mark their row as clamped: clamping the lookup into the last page instead would overwrite live KV.
+        Raises ValueError when `input_ids` or `input_lens` do not fit the rows.
+        """
+        mirror, page_size = self._mirror, self._mirror.page_size
+        num_rows, num_extend_rows = op.num_rows, op.num_extend_rows
+        rows = op.req_pool_indices.astype(np.int64)
+        num_computed = op.num_computed.astype(np.int64)
+        input_lens = op.input_lens.astype(np.int64)
+        query_indptr = np.zeros(num_rows + 1, dtype=np.int64)
+        np.cumsum(input_lens, out=query_indptr[1:])
+        num_tokens, num_extend_tokens = int(query_indptr[-1]), int(query_indptr[num_extend_rows])
+        if len(op.input_ids) != num_extend_tokens:
+            raise ValueError(f"{len(op.input_ids)} input ids for {num_extend_tokens} tokens of {num_extend_rows} extend rows")
+        if num_tokens - num_extend_tokens != num_rows - num_extend_rows:
+            raise ValueError(f"{num_rows - num_extend_rows} decode rows compute {num_tokens - num_extend_tokens} tokens")
+
+        ends = num_computed + input_lens
+        width_tokens = mirror.max_pages_per_row * page_size
+        clamped = ends > width_tokens
+        token_rows = np.repeat(np.arange(num_rows), input_lens)
+        positions = np.arange(num_tokens) + (num_computed - query_indptr[:-1])[token_rows]
+        logical_pages, offsets = np.divmod(positions, page_size)
+        entries = rows[token_rows] * mirror.max_pages_per_row + logical_pages
+        if clamped.any():
+            entries[positions >= width_tokens] = 0  # an entry of row 0, the padding sink, which always names page 0
+
+        seq_lens = np.minimum(ends, width_tokens)
+        columns = (rows, num_computed, input_lens, seq_lens, query_indptr, token_rows, positions, entries, offsets)
+        num_packed = sum(map(len, columns)) + num_tokens
+        packed = self._staging.begin(num_packed)
+        np.concatenate(columns, out=packed[: num_packed - num_tokens])
+        input_ids_at = num_packed - num_tokens
+        packed[input_ids_at : input_ids_at + num_extend_tokens] = op.input_ids
+        packed[input_ids_at + num_extend_tokens :] = 0  # decode rows: filled in on the device
+        parts = torch.split(self._staging.upload(), [*map(len, columns), num_tokens])
+        d_rows, d_num_computed, d_input_lens, d_seq_lens, d_indptr, d_token_rows, d_positions, d_entries, d_offsets, d_ids = (
+            parts
+        )
+
+        if num_extend_rows < num_rows:
+            d_ids[num_extend_tokens:] = last_tokens[d_rows[num_extend_rows:]]
+        return ForwardBatch(
+            req_to_page=mirror.table,
+            page_size=page_size,
+            rows=d_rows,
+            num_computed=d_num_computed,
+            input_lens=d_input_lens,
+            seq_lens=d_seq_lens,
+            query_indptr=d_indptr,
+            input_ids=d_ids,
+            positions=d_positions,
+            token_rows=d_token_rows,
+            out_cache_loc=torch.add(d_offsets, self._entries[d_entries], alpha=page_size),
+            num_extend_rows=num_extend_rows,
+            host_rows=op.req_pool_indices,
+            host_num_computed=op.num_computed,
+            host_input_lens=op.input_lens,
+            sample=op.sample,
+            clamped=clamped,
+        )

@@ -1,0 +1,75 @@
+"""What can go wrong in the runtime.
+
+    RuntimeServiceError
+    ├── SettingsError      our operator's fault: settings cannot be used
+    │   └── SettingError   one setting, or this machine, does not allow what was asked for
+    ├── AddressInUseError  our operator's fault: somebody else listens there
+    └── Refusal            the scheduler's fault (or, for STEP_FAILED and OUT_OF_MEMORY, ours): an op is not executed
+
+A `Refusal` is also a value: it is what the runtime answers instead of a result.
+"""
+
+from __future__ import annotations
+
+from runtime_service.ops import RefusalCode
+
+MAX_DETAIL_LEN = 1024
+"""Longest `Refusal.detail`, in characters."""
+
+
+class RuntimeServiceError(Exception):
+    """Base of everything the runtime raises on purpose."""
+
+
+class SettingsError(RuntimeServiceError):
+    """One or more settings cannot be used; `str()` has one line for each, with its value and its limit."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class SettingError(SettingsError):
+    """A setting has a value that cannot be used; `str()` names the setting, the value and the limit."""
+
+    def __init__(self, setting: str, value: object, limit: str) -> None:
+        super().__init__([f"{setting}: {value} {limit}"])
+        self.setting = setting
+        self.value = value
+        self.limit = limit
+
+
+class AddressInUseError(RuntimeServiceError):
+    """The address to listen on is taken, or cannot be bound."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"cannot listen on {address}: {reason}")
+        self.address = address
+        self.reason = reason
+
+
+class Refusal(RuntimeServiceError):
+    """Why an op was not executed, or failed: one `RefusalCode`, the row and request to blame, and a sentence for people.
+
+    `row` is 0 and `request_id` empty when none is to blame. `detail` names row, request, value and limit, and is cut to
+    `MAX_DETAIL_LEN` characters. `session_no` and `step` are those of the op.
+    """
+
+    def __init__(
+        self,
+        code: RefusalCode,
+        row: int = 0,
+        request_id: str = "",
+        detail: str = "",
+        *,
+        session_no: int = 0,
+        step: int = 0,
+    ) -> None:
+        detail = detail if len(detail) <= MAX_DETAIL_LEN else detail[: MAX_DETAIL_LEN - 1] + "…"
+        super().__init__(f"{code.name}: {detail}")
+        self.code = code
+        self.row = row
+        self.request_id = request_id
+        self.detail = detail
+        self.session_no = session_no
+        self.step = step

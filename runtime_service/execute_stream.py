@@ -1,0 +1,199 @@
+"""One `Execute` call after its hello: reads ops and resets, has them executed in order, writes answers and heartbeats.
+
+Three tasks share a stream: the reader queues jobs for the execution thread, the writer owns the gRPC context's `write`, and the
+beat puts a heartbeat into the writer's queue every interval, whatever the execution thread does. `session_no` is the one
+thing the execution thread looks at: a job whose session is no longer the stream's is dropped before it runs, and a result that
+comes too late is discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Awaitable, Callable
+from functools import partial
+
+import grpc
+import structlog
+
+from runtime_service import wire
+from runtime_service.errors import Refusal
+from runtime_service.execution import ExecutionThread
+from runtime_service.step_runner import StepRunner
+
+log = structlog.get_logger(__name__)
+
+MAX_UNANSWERED_OPS = 16
+"""Ops read and not yet answered; a scheduler that keeps to its overlap_depth has at most 3. Beyond, reading pauses."""
+
+Write = Callable[[wire.ExecuteResponse], Awaitable[None]]
+
+
+class EndStream(Exception):
+    """Ends a call with a status other than OK."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(f"{code.name}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class ExecuteStream:
+    """The session(s) of one scheduler on one stream. Lives in the event loop, except for `_run_op` and `_run_reset`."""
+
+    def __init__(self, hello: wire.SchedulerHello, thread: ExecutionThread, runner: StepRunner) -> None:
+        self.scheduler_epoch = hello.scheduler_epoch
+        self.session_no = hello.session_no
+        """Number of the present session; 0 once the stream is over."""
+        self.last_step = 0
+        self._overlap_depth = hello.overlap_depth
+        self._thread = thread
+        self._runner = runner
+        self._outbox: asyncio.Queue[tuple[wire.ExecuteResponse, bool] | None] = asyncio.Queue()
+        self._room = asyncio.Semaphore(MAX_UNANSWERED_OPS)
+        self._beat_queued = False
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, code: grpc.StatusCode, detail: str) -> None:
+        """End the stream from outside: queued ops are dropped unexecuted, the result of a running one is discarded."""
+        self.session_no = 0
+        if not self._over.done():
+            self._over.set_exception(EndStream(code, detail))
+
+    async def serve(
+        self,
+        requests: AsyncIterable[wire.ExecuteRequest],
+        write: Write,
+        hello: wire.ExecuteResponse,
+        heartbeat_interval_s: float,
+    ) -> None:
+        """Open the session, answer with `hello`, then serve until the scheduler half-closes and everything is answered.
+
+        Raises EndStream for any other end that is not a cancellation.
+        """
+        tasks: set[asyncio.Future[None]] = {self._over}
+        try:
+            await self._until_over(self._open())
+            self._outbox.put_nowait((hello, False))
+            writer = asyncio.create_task(self._write(write))
+            tasks |= {writer, asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat(heartbeat_interval_s))}
+            while not writer.done():
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()  # raises what ended the stream
+                tasks -= done
+        finally:
+            self.session_no = 0
+            self._over.cancel()
+            for task in tasks:
+                task.cancel()
+            # Also takes up the errors of those that failed together.
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_over(self, what: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(what)
+        try:
+            await asyncio.wait({task, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            if self._over.done():
+                self._over.result()
+            await task
+        finally:
+            task.cancel()
+
+    async def _open(self) -> None:
+        session_no = self.session_no
+
+        def job() -> None:
+            if self.session_no == session_no:
+                self._runner.open(self.scheduler_epoch, session_no, self._overlap_depth)
+
+        try:
+            await self._thread.call(job)
+        except Refusal as refusal:
+            raise EndStream(grpc.StatusCode.FAILED_PRECONDITION, refusal.detail) from None
+
+    # -- reading
+
+    async def _read(self, requests: AsyncIterable[wire.ExecuteRequest]) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "op":
+                await self._room.acquire()
+                self._submit_op(request.op)
+            elif kind == "reset":
+                self._submit_reset(request.reset.session_no)
+            else:
+                what = "a second hello" if kind == "hello" else "a message with no member set"
+                raise EndStream(grpc.StatusCode.INVALID_ARGUMENT, f"{what}; after the hello come ops and resets")
+        # Half-closed: everything before this job is answered when it is done.
+        await self._thread.call(lambda: None)
+        self._outbox.put_nowait(None)
+
+    def _submit_op(self, message: wire.ForwardOpMessage) -> None:
+        future = self._thread.call(partial(self._run_op, message, self.session_no))
+        future.add_done_callback(partial(self._answer, frees_room=True))
+
+    def _submit_reset(self, session_no: int) -> None:
+        if session_no <= self.session_no:
+            detail = f"Reset to session {session_no}, which must be higher than the present one, {self.session_no}"
+            raise EndStream(grpc.StatusCode.FAILED_PRECONDITION, detail)
+        self.session_no = session_no
+        self.last_step = 0
+        future = self._thread.call(partial(self._run_reset, session_no))
+        future.add_done_callback(partial(self._answer, frees_room=False))
+
+    # -- in the execution thread
+
+    def _run_op(self, message: wire.ForwardOpMessage, session_no: int) -> wire.ExecuteResponse | None:
+        if self.session_no != session_no:
+            return None
+        runner = self._runner
+        try:
+            op = wire.op_from_proto(message)
+        except Refusal as refusal:
+            return wire.refusal_to_proto(runner.refuse(refusal))
+        answer = runner.run(op)
+        if self.session_no != session_no:
+            return None
+        if isinstance(answer, Refusal):
+            return wire.refusal_to_proto(answer)
+        self.last_step = runner.session.last_step
+        return wire.result_to_proto(answer)
+
+    def _run_reset(self, session_no: int) -> wire.ExecuteResponse | None:
+        if self.session_no == 0:
+            return None
+        self._runner.reset(session_no)
+        return wire.reset_done_to_proto(session_no)
+
+    # -- writing
+
+    def _answer(self, future: asyncio.Future[wire.ExecuteResponse | None], *, frees_room: bool) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None:
+            log.error("answering failed", exc_info=error)
+            self.end(grpc.StatusCode.INTERNAL, "an error inside the runtime; see its log")
+            return
+        response = future.result()
+        if response is not None:
+            self._outbox.put_nowait((response, frees_room))
+        elif frees_room:
+            self._room.release()
+
+    async def _write(self, write: Write) -> None:
+        while (entry := await self._outbox.get()) is not None:
+            response, frees_room = entry
+            await write(response)
+            if frees_room:
+                self._room.release()
+            elif response.HasField("heartbeat"):
+                self._beat_queued = False
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            # At most one waits to be written, so that a peer that does not read cannot make the queue grow.
+            if not self._beat_queued:
+                self._beat_queued = True
+                self._outbox.put_nowait((wire.heartbeat_to_proto(self.last_step), False))

@@ -1,0 +1,179 @@
+"""What can be refused in an op by looking at the op alone: unequal columns, bad ids, bad sampling parameters.
+
+What needs the history of a row (lost updates, stale generations, …) is `runtime_service.session`'s. Everything here is a fixed
+number of numpy calls, except that lease starts, which are rare, are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime_service.ops import ForwardOp, RefusalCode, SamplingParams
+
+MAX_TEMPERATURE = 100.0
+MAX_SEED = 2**64 - 1
+
+Int64Array = npt.NDArray[np.int64]
+
+ROW_COLUMNS = ("row_generations", "row_lens", "begins", "sizes", "full_refresh", "num_computed", "input_lens", "sample")
+"""Columns of a `ForwardOp` with one entry a row, besides `req_pool_indices`."""
+
+
+class Fault(Exception):
+    """One thing that is wrong with an op; the session makes a `Refusal` of it, which also names the request.
+
+    `row` is a row number, 0 when no row is to blame.
+    """
+
+    def __init__(self, code: RefusalCode, row: int, detail: str) -> None:
+        super().__init__(code, row, detail)
+        self.code = code
+        self.row = row
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a runtime can hold: the numbers of its hello."""
+
+    max_rows: int
+    max_pages_per_row: int
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+
+def check_columns(op: ForwardOp, limits: Limits) -> None:
+    """Raise a `Fault` unless all per-row columns have R entries and every row number is in [1, max_rows]."""
+    num_rows = op.num_rows
+    if not (
+        len(op.row_generations) == num_rows
+        and len(op.row_lens) == num_rows
+        and len(op.begins) == num_rows
+        and len(op.sizes) == num_rows
+        and len(op.full_refresh) == num_rows
+        and len(op.num_computed) == num_rows
+        and len(op.input_lens) == num_rows
+        and len(op.sample) == num_rows
+    ):
+        unequal = [f"{name} {len(getattr(op, name))}" for name in ROW_COLUMNS if len(getattr(op, name)) != num_rows]
+        raise Fault(
+            RefusalCode.MALFORMED, 0, f"columns of unequal length: req_pool_indices {num_rows}, {', '.join(unequal)} entries"
+        )
+    if not 0 <= op.num_extend_rows <= num_rows:
+        raise Fault(RefusalCode.MALFORMED, 0, f"num_extend_rows is {op.num_extend_rows}, the op has {num_rows} rows")
+    for rows, name in ((op.req_pool_indices, "req_pool_indices"), (op.released_rows, "released_rows")):
+        if len(rows) and (rows.min() < 1 or rows.max() > limits.max_rows):
+            row = int(rows[(rows < 1) | (rows > limits.max_rows)][0])
+            raise Fault(
+                RefusalCode.ROW_OUT_OF_RANGE, max(row, 0), f"{name} holds {row}, row numbers are in [1, {limits.max_rows}]"
+            )
+    if num_rows > limits.max_rows:  # more rows than row numbers: one of them comes twice
+        numbers, counts = np.unique(op.req_pool_indices, return_counts=True)
+        raise Fault(RefusalCode.ROW_REPEATED, int(numbers[counts > 1][0]), "the op names this row twice")
+
+
+def entry_rows(op: ForwardOp) -> Int64Array:
+    """For each entry of `occupied_pages` the index into the op's R rows that it belongs to; lengths must be non-negative.
+
+    Raises a `Fault` when the column is not exactly as long as the rows say.
+    """
+    counts = np.where(op.full_refresh, op.row_lens, op.sizes)
+    total = int(counts.sum())
+    if total != len(op.occupied_pages):
+        raise Fault(
+            RefusalCode.MALFORMED, 0, f"occupied_pages has {len(op.occupied_pages)} entries, row_lens and sizes ask for {total}"
+        )
+    if total == 0:
+        return np.empty(0, dtype=np.int64)
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def check_pages(op: ForwardOp, limits: Limits, owners: Int64Array) -> None:
+    """Raise a `Fault` unless every page id is in [1, num_pages] and none is sent twice for one row.
+
+    `owners` is `entry_rows(op)`.
+    """
+    pages = op.occupied_pages
+    if len(pages) == 0:
+        return
+    if pages.min() < 1 or pages.max() > limits.num_pages:
+        entry = int(np.flatnonzero((pages < 1) | (pages > limits.num_pages))[0])
+        raise Fault(
+            RefusalCode.PAGE_OUT_OF_RANGE,
+            int(op.req_pool_indices[owners[entry]]),
+            f"page {pages[entry]} is outside [1, {limits.num_pages}]",
+        )
+    if not (owners[1:] == owners[:-1]).any():
+        return  # no row was sent two pages
+    keys = owners * (limits.num_pages + 1) + pages
+    keys.sort()
+    repeated = keys[1:] == keys[:-1]
+    if repeated.any():
+        owner, page = divmod(int(keys[1:][repeated][0]), limits.num_pages + 1)
+        raise Fault(RefusalCode.PAGE_REPEATED, int(op.req_pool_indices[owner]), f"page {page} is sent twice for one row")
+
+
+def check_tokens(op: ForwardOp, limits: Limits) -> None:
+    """Raise a `Fault` unless `input_ids` holds exactly the extend rows' tokens, each in [0, vocab_size)."""
+    ids = op.input_ids
+    lens = op.input_lens[: op.num_extend_rows]
+    total = int(lens.sum()) if op.num_extend_rows else 0
+    if total != len(ids):
+        raise Fault(
+            RefusalCode.MALFORMED, 0, f"input_ids has {len(ids)} entries, input_lens of the extend rows ask for {total}"
+        )
+    if total and (ids.min() < 0 or ids.max() >= limits.vocab_size):
+        entry = int(np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))[0])
+        owner = int(np.searchsorted(np.cumsum(lens), entry, side="right"))
+        raise Fault(
+            RefusalCode.TOKEN_OUT_OF_RANGE,
+            int(op.req_pool_indices[owner]),
+            f"token {ids[entry]} is outside [0, {limits.vocab_size})",
+        )
+
+
+def check_lease_starts(op: ForwardOp, limits: Limits) -> dict[int, str]:
+    """Raise a `Fault` for a lease start of no row of the op, a second one of a row, or bad parameters.
+
+    Returns row number → request id of the lease starts.
+    """
+    if not op.lease_starts:
+        return {}
+    present = set(op.req_pool_indices.tolist())
+    started: dict[int, str] = {}
+    for lease in op.lease_starts:
+        row = lease.req_pool_index
+        if row not in present:
+            raise Fault(RefusalCode.MALFORMED, row, "lease start for a row that the op does not name")
+        if row in started:
+            raise Fault(RefusalCode.MALFORMED, row, "two lease starts for one row")
+        started[row] = lease.request_id
+        if wrong := sampling_error(lease.sampling, lease.prompt_len):
+            raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
+        for token in lease.stop_ids:
+            if not 0 <= token < limits.vocab_size:
+                raise Fault(RefusalCode.TOKEN_OUT_OF_RANGE, row, f"stop id {token} is outside [0, {limits.vocab_size})")
+    return started
+
+
+def sampling_error(sampling: SamplingParams, prompt_len: int) -> str:
+    """What is wrong with these parameters, with value and range; empty when nothing is. NaN is in no range."""
+    if not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
+        return f"temperature {sampling.temperature} is outside [0, {MAX_TEMPERATURE:g}]"
+    if sampling.top_k is not None and sampling.top_k < 1:
+        return f"top_k {sampling.top_k} is below 1"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p {sampling.top_p} is outside (0, 1]"
+    if not 0.0 <= sampling.min_p <= 1.0:
+        return f"min_p {sampling.min_p} is outside [0, 1]"
+    if not 0 <= sampling.seed <= MAX_SEED:
+        return f"seed {sampling.seed} is outside [0, 2^64)"
+    if sampling.min_new_tokens < 0:
+        return f"min_new_tokens {sampling.min_new_tokens} is below 0"
+    if sampling.min_new_tokens > 0 and prompt_len < 1:
+        return f"min_new_tokens {sampling.min_new_tokens} needs prompt_len, which is {prompt_len}"
+    return ""

@@ -1,0 +1,249 @@
+"""`req_to_page`: the runtime's mirror of the scheduler's page rows, in device memory.
+
+Row r holds the physical page of each logical page of the request that leases row r. The mirror decides nothing: it applies what
+an op says, once per step, with one staged copy and one launch. Row 0 is the padding sink and page 0 the dummy page; neither
+is ever granted, so an entry of 0 always means "no page here".
+
+Two lengths are kept per row. `row_lens` is what the scheduler stated, `valid_lens` what fits into the mirror; the next tail
+update is compared with the first, readers go by the second. All entries from the valid length on are 0 at all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from runtime_service.errors import RuntimeServiceError
+from runtime_service.kernels.mirror_apply import NUM_META_COLUMNS, mirror_apply
+from runtime_service.ops import BoolArray, ForwardOp, Int32Array
+from runtime_service.staging import StagingRing
+
+_INT32 = np.iinfo(np.int32)
+# Staging for ops of up to this many entries is there from the start; larger ones grow it once.
+_INITIAL_STAGING = 1 << 18
+
+log = structlog.get_logger(__name__)
+
+
+class ColumnTypeError(RuntimeServiceError, TypeError):
+    """A column of an op that cannot be read as what it must be without changing a value."""
+
+    def __init__(self, column: str, dtype: np.dtype[Any], reason: str) -> None:
+        super().__init__(f"{column} is {dtype}: {reason}")
+        self.column = column
+        self.dtype = dtype
+        self.reason = reason
+
+
+class ColumnValueError(RuntimeServiceError, ValueError):
+    """A column of an op whose shape or values would make the mirror address memory that is not the row's."""
+
+    def __init__(self, column: str, value: int, limit: str) -> None:
+        super().__init__(f"{column}: {value} is outside its limit: {limit}")
+        self.column = column
+        self.value = value
+        self.limit = limit
+
+
+class ReqToPage:
+    """The mirror: int32 [max_rows + 1, max_pages_per_row] on `device`, and its row lengths on the host.
+
+    `zero_fill=False` leaves stale entries where they are when a row is released or shrinks. It exists only to show what goes
+    wrong then; with it nothing may rely on entries past the valid length.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_pages_per_row: int,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        zero_fill: bool = True,
+    ) -> None:
+        sizes = {"max_rows": max_rows, "max_pages_per_row": max_pages_per_row, "num_pages": num_pages, "page_size": page_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ColumnValueError(name, size, "at least 1")
+        self.max_rows = max_rows
+        self.max_pages_per_row = max_pages_per_row
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.zero_fill = zero_fill
+        self.table = torch.zeros((max_rows + 1, max_pages_per_row), dtype=torch.int32, device=self.device)
+        self.row_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
+        self.valid_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
+        self.num_clamped = 0
+        capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
+        self._staging = StagingRing(self.device, torch.int32, capacity)
+
+    def apply(self, op: ForwardOp, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
+        """Bring the mirror to the state after `op`; returns per row of the op whether it is wider than the mirror, bool [R].
+
+        Rows of `released_rows` are emptied first. A row with `full_refresh` is rewritten from logical page 0 with its whole
+        `row_len` pages, whatever its size says; another takes its `size` pages at `begin`. What a row held beyond its new
+        length is cleared. A row wider than the mirror keeps the part that fits: a warning names it (with its request id from
+        `request_ids`, where there is one), `num_clamped` counts it, and its surplus pages are skipped, so that the pages of
+        later rows are still found where they are.
+
+        The caller has checked what the op means (session, leases, gaps, page ids, each row at most once). Checked here, before
+        anything is written, is what would corrupt memory: ColumnTypeError for a column that is no exact int32 (64-bit columns
+        are converted), ColumnValueError for unequal lengths and row numbers or lengths out of range.
+        """
+        columns = ("req_pool_indices", "row_lens", "begins", "sizes")
+        rows, row_lens, begins, sizes = (_as_int32(column, getattr(op, column)) for column in columns)
+        pages = _as_int32("occupied_pages", op.occupied_pages)
+        released = _as_int32("released_rows", op.released_rows)
+        full = _as_bool("full_refresh", op.full_refresh)
+        num_rows = len(rows)
+        for column, array in (("row_lens", row_lens), ("begins", begins), ("sizes", sizes), ("full_refresh", full)):
+            if len(array) != num_rows:
+                raise ColumnValueError(column, len(array), f"{num_rows} entries, one per row of the op")
+        _check_rows("req_pool_indices", rows, self.max_rows)
+        _check_rows("released_rows", released, self.max_rows)
+        _check_lengths(row_lens, begins, sizes)
+
+        # What each row brings, before any clamp: this alone decides where the next row's pages start.
+        num_sent = np.where(full, row_lens, sizes).astype(np.int64)
+        src_ends = np.cumsum(num_sent)
+        total = int(src_ends[-1]) if num_rows else 0
+        if total != len(pages):
+            raise ColumnValueError("occupied_pages", len(pages), f"{total} entries, the sum over the rows of the op")
+
+        width = self.max_pages_per_row
+        valid_lens = np.minimum(row_lens, width)
+        # full_refresh first: a row with size 0 is nothing to do only when its head was not rewritten either.
+        copy_begins = np.where(full, 0, np.minimum(begins, width))
+        copy_lens = valid_lens - copy_begins
+        write_begins, write_ends = copy_begins, valid_lens
+        cleared = released[:0]
+        if self.zero_fill:
+            write_ends = np.maximum(valid_lens, self.valid_lens[rows])
+            if len(released):
+                write_begins, cleared = self._released(rows, released, copy_begins)
+
+        active = np.flatnonzero(write_ends > write_begins)
+        if len(active) or len(cleared):
+            self._launch(
+                cleared,
+                np.stack((rows, src_ends - num_sent, copy_begins, copy_lens, write_begins, write_ends))[:, active],
+                pages,
+            )
+
+        self.row_lens[released] = 0
+        self.valid_lens[released] = 0
+        self.row_lens[rows] = row_lens
+        self.valid_lens[rows] = valid_lens
+        wider = row_lens > width
+        if wider.any():
+            self._report_clamped(rows[wider], row_lens[wider], request_ids or {})
+        return wider
+
+    def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Write begins of the op's rows, and the released rows to clear in the same launch."""
+        is_released = np.zeros(self.max_rows + 1, dtype=np.bool_)
+        is_released[released] = True
+        # Released and leased anew in one op: the row's own entry clears it, since a launch may name a row only once.
+        write_begins = np.where(is_released[rows], np.int32(0), copy_begins)
+        is_released[rows] = False
+        cleared = np.flatnonzero(is_released & (self.valid_lens > 0)).astype(np.int32)
+        return write_begins, cleared
+
+    def _launch(self, cleared: Int32Array, meta: npt.NDArray[np.int64], pages: Int32Array) -> None:
+        """Stage the rows to clear, the rows of the op and all pages of the op; copy once, launch once."""
+        num_cleared = len(cleared)
+        num_staged = num_cleared + meta.shape[1]
+        num_meta = NUM_META_COLUMNS * num_staged
+        packed = self._staging.begin(num_meta + len(pages))
+        columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
+        columns[:, num_cleared:] = meta
+        if num_cleared:
+            columns[:, :num_cleared] = 0
+            columns[0, :num_cleared] = cleared
+            columns[5, :num_cleared] = self.valid_lens[cleared]
+        packed[num_meta:] = pages
+        max_write_len = int((columns[5] - columns[4]).max())
+        mirror_apply(self.table, self._staging.upload(), num_staged, max_write_len)
+
+    def _report_clamped(self, rows: Int32Array, row_lens: Int32Array, request_ids: Mapping[int, str]) -> None:
+        self.num_clamped += len(rows)
+        for row, row_len in zip(rows.tolist(), row_lens.tolist(), strict=True):
+            log.warning(
+                "row is wider than the mirror, its surplus pages are left out",
+                request_id=request_ids.get(row, ""),
+                row=row,
+                row_len=row_len,
+                width=self.max_pages_per_row,
+            )
+
+    def row(self, row: int) -> Int32Array:
+        """A copy of the valid part of one row, int32 [valid_len]; IndexError for a number outside [0, max_rows]."""
+        return self.read_rows([row])[0]
+
+    def read_rows(self, rows: npt.ArrayLike) -> list[Int32Array]:
+        """Copies of the valid parts of these rows, in the order asked for, with one device read.
+
+        Waits for the work queued on the current stream. IndexError for a row number outside [0, max_rows].
+        """
+        numbers = np.array(rows, dtype=np.int64)
+        if len(numbers) and not (numbers.min() >= 0 and numbers.max() <= self.max_rows):
+            raise IndexError(f"row numbers {numbers.tolist()} are not all within [0, {self.max_rows}]")
+        entries = self.table[torch.from_numpy(numbers).to(self.device)].cpu().numpy()
+        return [entries[i, :valid_len] for i, valid_len in enumerate(self.valid_lens[numbers].tolist())]
+
+    def reset(self) -> None:
+        """Empty every row, as at the start; `num_clamped` goes on counting."""
+        self.table.zero_()
+        self.row_lens[:] = 0
+        self.valid_lens[:] = 0
+
+
+def _as_int32(column: str, values: npt.ArrayLike) -> Int32Array:
+    """`values` as int32 [n], equal value for value; raises ColumnTypeError, or ColumnValueError for several dimensions."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ColumnValueError(column, array.ndim, "one dimension")
+    if array.dtype == np.int32:
+        return array
+    if array.dtype.kind not in "iu":
+        if array.size == 0:  # the dtype of an empty list is float64
+            return np.empty(0, dtype=np.int32)
+        raise ColumnTypeError(column, array.dtype, "int32 is needed")
+    if array.size and (int(array.min()) < _INT32.min or int(array.max()) > _INT32.max):
+        raise ColumnTypeError(column, array.dtype, "a value does not fit into int32")
+    return array.astype(np.int32)
+
+
+def _as_bool(column: str, values: npt.ArrayLike) -> BoolArray:
+    """`values` as bool [n]; only bools are taken, because 2 or 0.5 would have to be guessed at."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise ColumnValueError(column, array.ndim, "one dimension")
+    if array.dtype != np.bool_:
+        if array.size == 0:
+            return np.empty(0, dtype=np.bool_)
+        raise ColumnTypeError(column, array.dtype, "bool is needed")
+    return array
+
+
+def _check_rows(column: str, rows: Int32Array, max_rows: int) -> None:
+    if len(rows):
+        lowest, highest = int(rows.min()), int(rows.max())
+        if lowest < 1 or highest > max_rows:
+            raise ColumnValueError(column, lowest if lowest < 1 else highest, f"[1, {max_rows}]")
+
+
+def _check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -> None:
+    # In 64 bits, where the sum of two int32 cannot wrap back into agreement.
+    bad = (begins < 0) | (sizes < 0) | (begins.astype(np.int64) + sizes != row_lens)
+    if bad.any():
+        i = int(bad.argmax())
+        raise ColumnValueError(
+            "row_lens", int(row_lens[i]), f"begin + size = {int(begins[i])} + {int(sizes[i])}, neither of them negative"
+        )

@@ -1,0 +1,208 @@
+"""Between `pagemirror.v1` messages and plain arrays. Bytes that cannot be read as columns are refused here.
+
+Columns are `numpy.frombuffer` views of the message's bytes: read-only, little-endian, no copy and no Python work per row.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagemirror.v1 import forward_pb2, runtime_pb2
+from runtime_service.errors import Refusal
+from runtime_service.executors.base import ModelInfo
+from runtime_service.ops import BoolArray, ForwardOp, Int32Array, LeaseStart, RefusalCode, SamplingParams, StepResult
+from runtime_service.step_runner import RowsSnapshot
+
+ExecuteRequest = runtime_pb2.ExecuteRequest
+ExecuteResponse = runtime_pb2.ExecuteResponse
+SchedulerHello = runtime_pb2.SchedulerHello
+ForwardOpMessage = forward_pb2.ForwardOp
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_INT32 = np.dtype("<i4")
+_EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
+_EMPTY_BOOL: BoolArray = np.empty(0, dtype=np.bool_)
+_BIG_ENDIAN_HOST = sys.byteorder == "big"
+
+
+class MalformedColumnError(ValueError):
+    """Bytes that are no column of their type; `str()` names the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """What this runtime tells a scheduler about itself; field by field `RuntimeInfo` of runtime.proto."""
+
+    model: ModelInfo
+    runtime_epoch: int
+    page_size: int
+    num_pages: int
+    max_rows: int
+    max_pages_per_row: int
+    max_context: int
+    heartbeat_interval_s: float
+    rank: int = 0
+    world_size: int = 1
+
+
+def int32_column(data: bytes, name: str) -> Int32Array:
+    """View a column of little-endian int32; raises MalformedColumnError when the bytes are no whole number of entries."""
+    if not data:
+        return _EMPTY_INT32
+    if len(data) % 4:
+        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 4")
+    column = np.frombuffer(data, dtype=_INT32)
+    return column.astype(np.int32) if _BIG_ENDIAN_HOST else column
+
+
+def bool_column(data: bytes, name: str) -> BoolArray:
+    """View a column of bools, one byte each; raises MalformedColumnError for a byte that is neither 0 nor 1."""
+    if not data:
+        return _EMPTY_BOOL
+    column = np.frombuffer(data, dtype=np.uint8)
+    if column.max() > 1:
+        raise MalformedColumnError(f"{name} holds {column.max()}, a bool is 0 or 1")
+    return column.view(np.bool_)
+
+
+def to_bytes(column: npt.NDArray[Any], dtype: np.dtype[Any] = _INT32) -> bytes:
+    """Pack an array as a column of `dtype`, little-endian."""
+    return column.astype(dtype, copy=False).tobytes()
+
+
+def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
+    """Read an op; its arrays view the message's bytes. Raises Refusal: MALFORMED, or BAD_SAMPLING for a missing seed."""
+    try:
+        return ForwardOp(
+            session_no=message.session_no,
+            step=message.step,
+            req_pool_indices=int32_column(message.req_pool_indices, "req_pool_indices"),
+            row_generations=int32_column(message.row_generations, "row_generations"),
+            row_lens=int32_column(message.row_lens, "row_lens"),
+            begins=int32_column(message.begins, "begins"),
+            sizes=int32_column(message.sizes, "sizes"),
+            full_refresh=bool_column(message.full_refresh, "full_refresh"),
+            occupied_pages=int32_column(message.occupied_pages, "occupied_pages"),
+            num_computed=int32_column(message.num_computed, "num_computed"),
+            num_extend_rows=message.num_extend_rows,
+            input_lens=int32_column(message.input_lens, "input_lens"),
+            input_ids=int32_column(message.input_ids, "input_ids"),
+            sample=bool_column(message.sample, "sample"),
+            released_rows=int32_column(message.released_rows, "released_rows"),
+            lease_starts=[_lease_start_from_proto(lease) for lease in message.lease_starts],
+        )
+    except MalformedColumnError as error:
+        refusal = Refusal(RefusalCode.MALFORMED, detail=str(error))
+    except Refusal as fault:
+        refusal = fault
+    refusal.session_no, refusal.step = message.session_no, message.step
+    raise refusal
+
+
+def _lease_start_from_proto(message: forward_pb2.LeaseStart) -> LeaseStart:
+    sampling = message.sampling
+    # A seed made up here would differ between runtimes and resumes, so a random draw without one is refused.
+    if sampling.temperature != 0 and not sampling.HasField("seed"):
+        row, request_id = message.req_pool_index, message.request_id
+        detail = f"row {row} of request {request_id!r}: temperature {sampling.temperature:g} without a seed"
+        raise Refusal(RefusalCode.BAD_SAMPLING, row, request_id, detail)
+    return LeaseStart(
+        req_pool_index=message.req_pool_index,
+        request_id=message.request_id,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k if sampling.HasField("top_k") else None,
+            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            min_new_tokens=sampling.min_new_tokens,
+        ),
+        stop_ids=tuple(int32_column(message.stop_ids, "lease_starts.stop_ids").tolist()),
+        prompt_len=message.prompt_len,
+        traceparent=message.traceparent,
+    )
+
+
+def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
+    """The answer to an op that was executed. The status column is left out when every row is fine."""
+    message = forward_pb2.StepResult(session_no=result.session_no, step=result.step, tokens=to_bytes(result.tokens))
+    if result.row_status.any():
+        message.row_status = to_bytes(result.row_status, np.dtype(np.uint8))
+    return runtime_pb2.ExecuteResponse(result=message)
+
+
+def refusal_to_proto(refusal: Refusal) -> runtime_pb2.ExecuteResponse:
+    """The answer to an op that was not executed, or failed."""
+    message = runtime_pb2.Refusal(
+        session_no=refusal.session_no,
+        step=refusal.step,
+        code=runtime_pb2.RefusalCode.ValueType(refusal.code),
+        row=refusal.row,
+        request_id=refusal.request_id,
+        detail=refusal.detail,
+    )
+    return runtime_pb2.ExecuteResponse(refusal=message)
+
+
+def hello_to_proto(facts: RuntimeFacts) -> runtime_pb2.ExecuteResponse:
+    """The runtime's hello."""
+    return runtime_pb2.ExecuteResponse(hello=info_to_proto(facts))
+
+
+def info_to_proto(facts: RuntimeFacts) -> runtime_pb2.RuntimeInfo:
+    """What the runtime states in its hello and in GetInfo."""
+    model = facts.model
+    return runtime_pb2.RuntimeInfo(
+        protocol_version=PROTOCOL_VERSION,
+        runtime_epoch=facts.runtime_epoch,
+        page_size=facts.page_size,
+        num_pages=facts.num_pages,
+        max_rows=facts.max_rows,
+        max_pages_per_row=facts.max_pages_per_row,
+        vocab_size=model.vocab_size,
+        max_context=facts.max_context,
+        default_stop_ids=to_bytes(np.array(model.default_stop_ids, dtype=np.int32)),
+        model=model.name,
+        architecture=model.architecture,
+        tokenizer_path=str(model.tokenizer_path) if model.tokenizer_path else "",
+        rank=facts.rank,
+        world_size=facts.world_size,
+        device=model.device,
+        dtype=model.dtype,
+        heartbeat_interval_s=facts.heartbeat_interval_s,
+    )
+
+
+def rows_from_proto(message: runtime_pb2.ReadRowsRequest) -> Int32Array | None:
+    """Row numbers to read; None: every row that has a lease. Raises MalformedColumnError."""
+    return int32_column(message.rows, "rows") if message.rows else None
+
+
+def rows_to_proto(snapshot: RowsSnapshot) -> runtime_pb2.ReadRowsResponse:
+    """Rows of the mirror at one moment."""
+    return runtime_pb2.ReadRowsResponse(
+        session_no=snapshot.session_no,
+        last_step=snapshot.last_step,
+        rows=to_bytes(snapshot.rows),
+        row_generations=to_bytes(snapshot.row_generations),
+        row_lens=to_bytes(snapshot.row_lens),
+        valid_lens=to_bytes(snapshot.valid_lens),
+        pages=to_bytes(snapshot.pages),
+    )
+
+
+def heartbeat_to_proto(last_step: int) -> runtime_pb2.ExecuteResponse:
+    """The sign of life between answers."""
+    return runtime_pb2.ExecuteResponse(heartbeat=runtime_pb2.Heartbeat(last_step=last_step))
+
+
+def reset_done_to_proto(session_no: int) -> runtime_pb2.ExecuteResponse:
+    """The answer to a Reset."""
+    return runtime_pb2.ExecuteResponse(reset_done=runtime_pb2.ResetDone(session_no=session_no))

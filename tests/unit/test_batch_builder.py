@@ -1,0 +1,195 @@
+"""From op to batch: positions, slots through the mirror, input tokens, and rows wider than the mirror."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime_service.batch_builder import BatchBuilder
+from runtime_service.forward_batch import ForwardBatch
+from runtime_service.ops import ForwardOp
+from runtime_service.req_to_page import ReqToPage
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One row of a step: (row, whole row of pages, num_computed, input ids; None for a decode row).
+Row = tuple[int, list[int], int, list[int] | None]
+
+
+def column(values: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """A read-only int32 column, as the wire gives it."""
+    return np.frombuffer(np.asarray(values, dtype=np.int32).tobytes(), dtype=np.int32)
+
+
+def make_op(rows: list[Row], sample: list[bool] | None = None) -> ForwardOp:
+    """An op of whole rows, extend rows first."""
+    input_lens = [1 if ids is None else len(ids) for *_, ids in rows]
+    return ForwardOp(
+        session_no=1,
+        step=1,
+        req_pool_indices=column([row for row, *_ in rows]),
+        row_generations=column([1] * len(rows)),
+        row_lens=column([len(pages) for _, pages, *_ in rows]),
+        begins=column([0] * len(rows)),
+        sizes=column([len(pages) for _, pages, *_ in rows]),
+        full_refresh=np.ones(len(rows), dtype=np.bool_),
+        occupied_pages=column([page for _, pages, *_ in rows for page in pages]),
+        num_computed=column([num_computed for _, _, num_computed, _ in rows]),
+        num_extend_rows=sum(ids is not None for *_, ids in rows),
+        input_lens=column(input_lens),
+        input_ids=column([token for *_, ids in rows if ids is not None for token in ids]),
+        sample=np.array(sample if sample is not None else [True] * len(rows), dtype=np.bool_),
+        released_rows=column([]),
+    )
+
+
+def build(rows: list[Row], page_size: int = 4, width: int = 8, max_rows: int = 6) -> ForwardBatch:
+    """Apply and build one op; the last token of row r is 100 + r."""
+    mirror = ReqToPage(max_rows, width, 1 << 30, page_size, device=DEVICE)
+    op = make_op(rows)
+    mirror.apply(op)
+    return BatchBuilder(mirror, DEVICE).build(op, torch.arange(100, 101 + max_rows, dtype=torch.int64, device=DEVICE))
+
+
+def test_mixed_batch_in_full() -> None:
+    """A first chunk, a continuation over a page boundary and two decode rows give exactly these columns."""
+    batch = build([(3, [7], 0, [1, 2, 3]), (1, [5, 9], 3, [11, 12]), (6, [2, 8], 4, None), (2, [4], 2, None)])
+    assert batch.rows.tolist() == [3, 1, 6, 2]
+    assert batch.num_computed.tolist() == [0, 3, 4, 2]
+    assert batch.input_lens.tolist() == [3, 2, 1, 1]
+    assert batch.seq_lens.tolist() == [3, 5, 5, 3]
+    assert batch.query_indptr.tolist() == [0, 3, 5, 6, 7]
+    assert batch.input_ids.tolist() == [1, 2, 3, 11, 12, 106, 102]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 4, 2]
+    assert batch.token_rows.tolist() == [0, 0, 0, 1, 1, 2, 3]
+    assert batch.out_cache_loc.tolist() == [28, 29, 30, 23, 36, 32, 18]
+    assert batch.num_extend_rows == 2
+    assert batch.num_rows == 4
+    assert batch.host_rows.tolist() == [3, 1, 6, 2]
+    assert batch.host_num_computed.tolist() == [0, 3, 4, 2]
+    assert batch.host_input_lens.tolist() == [3, 2, 1, 1]
+    assert batch.clamped.tolist() == [False] * 4
+    assert batch.page_size == 4
+
+
+def test_index_tensors_are_int64() -> None:
+    """Every index tensor has 64 bits and lies on the device."""
+    batch = build([(1, [5], 0, [1])])
+    names = ["rows", "num_computed", "input_lens", "seq_lens", "query_indptr", "input_ids", "positions", "token_rows"]
+    for tensor in [*(getattr(batch, name) for name in names), batch.out_cache_loc]:
+        assert tensor.dtype == torch.int64
+        assert tensor.device.type == DEVICE
+    assert batch.req_to_page.dtype == torch.int32
+
+
+def test_slot_of_a_large_pool_keeps_64_bits() -> None:
+    """Page 2^28 of 16 tokens has slot 2^32, which 32 bits would read as 0 (B42)."""
+    batch = build([(1, [1 << 28], 0, [1, 2])], page_size=16)
+    assert batch.out_cache_loc.tolist() == [1 << 32, (1 << 32) + 1]
+
+
+def test_empty_op_gives_an_empty_batch() -> None:
+    """An op that only releases rows has no token."""
+    batch = build([])
+    assert batch.num_rows == 0
+    assert batch.query_indptr.tolist() == [0]
+    assert batch.input_ids.tolist() == []
+    assert batch.out_cache_loc.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "input_ids", "slots", "seq_len", "clamped"),
+    [
+        (6, [1, 2], [22, 23], 8, False),
+        (6, [1, 2, 3, 4], [22, 23, 0, 1], 8, True),
+        (8, None, [0], 8, True),
+        (13, None, [1], 8, True),
+    ],
+)
+def test_tokens_past_the_mirror_go_to_the_dummy_page(
+    num_computed: int, input_ids: list[int] | None, slots: list[int], seq_len: int, clamped: bool
+) -> None:
+    """In a mirror of 2 pages of 4 tokens, positions from 8 on never hit the last page, and mark their row only (B47)."""
+    row: Row = (2, [9, 5, 6, 7], num_computed, input_ids)
+    rows = [row, (1, [3], 1, None)] if input_ids is None else [(1, [3], 1, [50]), row]
+    batch = build(rows, width=2)
+    i = rows.index(row)
+    indptr = batch.query_indptr.tolist()
+    assert batch.out_cache_loc.tolist()[indptr[i] : indptr[i + 1]] == slots
+    assert batch.seq_lens.tolist()[i] == seq_len
+    assert batch.clamped.tolist() == [clamped if j == i else False for j in range(2)]
+    assert batch.out_cache_loc.tolist()[indptr[1 - i]] == 13
+
+
+def test_wider_row_whose_tokens_fit_is_not_clamped() -> None:
+    """A row may hold more pages than the mirror as long as its tokens lie within: only tokens decide."""
+    assert build([(2, [9, 5, 6], 7, None)], width=2).clamped.tolist() == [False]
+
+
+def test_sample_flags_are_those_of_the_op() -> None:
+    """A chunk that leaves prompt tokens uncomputed does not sample."""
+    mirror = ReqToPage(2, 4, 99, 4, device=DEVICE)
+    op = make_op([(1, [5], 0, [1, 2]), (2, [6], 0, [3])], sample=[False, True])
+    mirror.apply(op)
+    batch = BatchBuilder(mirror, DEVICE).build(op, torch.zeros(3, dtype=torch.int64, device=DEVICE))
+    assert batch.sample.tolist() == [False, True]
+
+
+def test_an_earlier_batch_keeps_its_numbers() -> None:
+    """Building later steps, and new last tokens, change nothing of a batch that is still in use."""
+    mirror = ReqToPage(2, 4, 99, 4, device=DEVICE)
+    builder = BatchBuilder(mirror, DEVICE)
+    last_tokens = torch.tensor([0, 41, 42], device=DEVICE)
+    op = make_op([(1, [5], 1, None), (2, [6], 2, None)])
+    mirror.apply(op)
+    first = builder.build(op, last_tokens)
+    last_tokens += 7
+    for step in range(8):
+        builder.build(make_op([(1, [5], step % 4, None)]), last_tokens)
+    assert first.input_ids.tolist() == [41, 42]
+    assert first.positions.tolist() == [1, 2]
+    assert first.out_cache_loc.tolist() == [21, 26]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [("input_ids", [1], "1 input ids for 2 tokens of 1 extend rows"), ("input_lens", [2, 3], "1 decode rows compute 3 tokens")],
+)
+def test_inputs_that_do_not_fit_the_rows_are_refused(name: str, values: list[int], message: str) -> None:
+    """Missing input ids, or a decode row of several tokens, would shift the tokens of every later row."""
+    mirror = ReqToPage(2, 4, 99, 4)
+    op = make_op([(1, [5], 0, [1, 2]), (2, [6], 0, None)])
+    mirror.apply(op)
+    setattr(op, name, column(values))
+    with pytest.raises(ValueError, match=message):
+        BatchBuilder(mirror, "cpu").build(op, torch.zeros(3, dtype=torch.int64))
+
+
+@given(data=st.data())
+def test_random_batches_match_a_loop_over_tokens(data: st.DataObject) -> None:
+    """Every token of any batch has the row, position, id and slot that one plain loop gives it (B49)."""
+    page_size = data.draw(st.sampled_from([1, 2, 3, 5, 16, 129]))
+    width = data.draw(st.sampled_from([1, 3, 8]))
+    numbers = data.draw(st.lists(st.integers(1, 6), unique=True, min_size=1))
+    num_extend_rows = data.draw(st.integers(0, len(numbers)))
+    rows: list[Row] = []
+    for i, number in enumerate(numbers):
+        num_computed = data.draw(st.integers(0, page_size * (width + 1)))
+        ids = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=2 * page_size)) if i < num_extend_rows else None
+        num_pages = -(-(num_computed + len(ids or [0])) // page_size)
+        rows.append((number, [1000 * number + j for j in range(num_pages)], num_computed, ids))
+    batch = build(rows, page_size, width)
+    tokens = []
+    for i, (number, pages, num_computed, ids) in enumerate(rows):
+        for j, token in enumerate([100 + number] if ids is None else ids):
+            position = num_computed + j
+            page = pages[position // page_size] if position < width * page_size else 0
+            tokens.append((i, position, token, page * page_size + position % page_size))
+    columns = (batch.token_rows, batch.positions, batch.input_ids, batch.out_cache_loc)
+    assert list(zip(*(tensor.tolist() for tensor in columns), strict=True)) == tokens
+    ends = [num_computed + len(ids or [0]) for _, _, num_computed, ids in rows]
+    assert batch.seq_lens.tolist() == [min(end, width * page_size) for end in ends]
+    assert batch.clamped.tolist() == [end > width * page_size for end in ends]
