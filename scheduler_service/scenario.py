@@ -207,7 +207,8 @@ def _validate(model: type[_Model], data: object, node: yaml.Node, path: str, pre
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key says more than the key that is missing because of it.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         location = first["loc"]
         problem = {
             "extra_forbidden": f"is no key here; known are {', '.join(model.model_fields)}",
@@ -223,7 +224,8 @@ def _child(node: yaml.Node, key: object) -> yaml.Node | None:
     if isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             if key_node.value == str(key):
-                return value_node
+                value: yaml.Node = value_node
+                return value
     if isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
         child: yaml.Node = node.value[key]
         return child

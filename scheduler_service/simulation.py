@@ -297,7 +297,9 @@ class Simulation:
             places = [str(i) for i, entry in enumerate(mirror) if entry == page]
             text += f"; page {page} is aliased by logical pages {' and '.join(places)}"
         owners = {
-            entry: request.request_id for request, row in self.scheduler.rows().values() for entry in row.tolist()
+            entry: request.request_id
+            for request, row in self.scheduler.rows().values()
+            for entry in row.tolist()
             if request.request_id != name
         }
         for i in wrong:

@@ -14,9 +14,9 @@ MAX_OVERLAP_DEPTH = 2
 class RefreshPolicy(StrEnum):
     """How the `full_refresh` bit is produced.
 
-    `transition`: by the state transition, see `states.TRANSITIONS`. `diff`: when an entry below the length already sent differs
-    from what was sent. `always`: on every row of every op. All three give the same mirror and differ in bytes. `tail_only` never
-    sets it and is wrong on purpose: it exists for `simulate` and `demo`, to show what goes wrong.
+    `transition`: by the state transition, see `states.TRANSITIONS`. `diff`: when an entry below the length already sent
+    differs from what was sent. `always`: on every row of every op. All three give the same mirror and differ in bytes.
+    `tail_only` never sets it and is wrong on purpose: it exists for `simulate` and `demo`, to show what goes wrong.
     """
 
     TRANSITION = "transition"

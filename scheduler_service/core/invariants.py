@@ -1,7 +1,7 @@
 """The audit: what must hold between any two calls of the core.
 
-Everything is derived anew by walking rows, tree and free list; nothing is believed that the core merely counts. O(pages + rows), so
-it runs in tests, in the simulator, and in production only where `--check` asks for it.
+Everything is derived anew by walking rows, tree and free list; nothing is believed that the core merely counts. O(pages +
+rows), so it runs in tests, in the simulator, and in production only where `--check` asks for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def audit_writes(scheduler: Scheduler, op: ForwardOp) -> list[str]:
     first_written = op.num_computed // scheduler.config.page_size
     findings = [
         f"step {op.step}: row {row} writes logical page {page}, but its first {tree} pages are the tree's"
-        for row, page, tree in zip(op.req_pool_indices.tolist(), first_written.tolist(), rows.num_tree[op.req_pool_indices], strict=True)
+        for row, page, tree in zip(
+            op.req_pool_indices.tolist(), first_written.tolist(), rows.num_tree[op.req_pool_indices], strict=True
+        )
         if page < tree
     ]
     short = op.num_computed + op.input_lens > op.row_lens * scheduler.config.page_size

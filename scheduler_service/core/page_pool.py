@@ -1,8 +1,8 @@
 """The pool of physical KV pages.
 
-Every page id in [1, num_pages] is in exactly one state: free, private (in one request's row and in no other) or cached (owned by
-the prefix tree). Page 0 is reserved: kernels send what must not be stored there. Free pages form a stack, the lowest id on top at
-the start, so that grants are slices and the page most recently released is granted first.
+Every page id in [1, num_pages] is in exactly one state: free, private (in one request's row and in no other) or cached (owned
+by the prefix tree). Page 0 is reserved: kernels send what must not be stored there. Free pages form a stack, the lowest id on
+top at the start, so that grants are slices and the page most recently released is granted first.
 
 No page is ever held back for an acknowledgement: ops are applied in the order of one stream, so an op that reuses a page runs
 after the op that used it.
@@ -19,6 +19,8 @@ from scheduler_service.core.ops import Int32Array
 
 
 class PageState(IntEnum):
+    """Who owns a page."""
+
     FREE = 0
     PRIVATE = 1
     CACHED = 2

@@ -51,6 +51,7 @@ class Placement:
         return self._holder_rows
 
     def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens`."""
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> Int32Array:

@@ -8,11 +8,11 @@ requests that resume, requests that start. Within a class (priority, arrival) de
   is never retracted for pages, so it always ends. A row whose last allowed token is planned already is no victim.
 - Waiting requests are admitted strictly in order, the retracted before the submitted: when the head does not fit, nobody behind
   it is admitted. A head fits when there are pages for all its known tokens and one more for each row in use (the watermark; not
-  when none is in use). A retracted request with a step outstanding is passed over. One that lost its row in this very step holds
-  back those behind it, unless nothing else could run.
+  when none is in use). A retracted request with a step outstanding is passed over. One that lost its row in this very step
+  holds back those behind it, unless nothing else could run.
 
-Until a row is certain to be planned or retracted nothing of it is changed: a request that is neither in the step nor a victim has
-the row, pages, locks and lengths it had before.
+Until a row is certain to be planned or retracted nothing of it is changed: a request that is neither in the step nor a victim
+has the row, pages, locks and lengths it had before.
 """
 
 from __future__ import annotations
@@ -113,11 +113,14 @@ class Planner:
             if num_growing:
                 rows.append_one_each(chosen[growing], self._placement.pool.take(num_growing))
             return
-        waiting_rows = []
-        for row in chosen[growing | publishing].tolist():
-            if rows.live_generation[row] and not self._grow(row, int(rows.num_computed[row]) + 1):
-                waiting_rows.append(row)
-        self._drop_decodes(waiting_rows)
+        # A row that was retracted for one before it needs nothing any more: live_generation is looked at in its turn.
+        self._drop_decodes(
+            [
+                row
+                for row in chosen[growing | publishing].tolist()
+                if rows.live_generation[row] and not self._grow(row, int(rows.num_computed[row]) + 1)
+            ]
+        )
 
     def _choose_continuations(self) -> None:
         rows = self._rows

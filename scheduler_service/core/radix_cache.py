@@ -1,17 +1,17 @@
 """The prefix cache: a radix tree over whole pages of tokens.
 
 A node holds a run of tokens, a multiple of page_size long, and the physical pages with their KV. A child is found by the tokens
-of its first page themselves and a run is compared token by token, so two prompts can never be taken for one by a hash collision.
-Nodes are split at page boundaries only. The structure follows the radix tree of Zheng et al., "SGLang: Efficient Execution of
-Structured Language Model Programs" (2024), section 3, at the granularity of pages.
+of its first page themselves and a run is compared token by token, so two prompts can never be taken for one by a hash
+collision. Nodes are split at page boundaries only. The structure follows the radix tree of Zheng et al., "SGLang: Efficient
+Execution of Structured Language Model Programs" (2024), section 3, at the granularity of pages.
 
-*Locks.* A request that uses pages of the tree holds the deepest node of its prefix; every node from there to the root counts one
-lock. A split leaves the lower half in place, so a holder's node still ends where its prefix ends. Pages of nodes without a lock
-are evictable: a locked node's ancestors are locked as well, so evicting leaves first reaches all of them.
+*Locks.* A request that uses pages of the tree holds the deepest node of its prefix; every node from there to the root counts
+one lock. A split leaves the lower half in place, so a holder's node still ends where its prefix ends. Pages of nodes without
+a lock are evictable: a locked node's ancestors are locked as well, so evicting leaves first reaches all of them.
 
-*Order of eviction.* Least recently used leaf first, by a logical clock that ticks once per match or insert. Leaves wait in a heap
-with one entry a node at most; an entry that comes up is dropped if its node is no evictable leaf, and put back if the node was
-used since, so evicting costs O(log n) amortised and the heap is never longer than the tree.
+*Order of eviction.* Least recently used leaf first, by a logical clock that ticks once per match or insert. Leaves wait in a
+heap with one entry a node at most; an entry that comes up is dropped if its node is no evictable leaf, and put back if the
+node was used since, so evicting costs O(log n) amortised and the heap is never longer than the tree.
 """
 
 from __future__ import annotations

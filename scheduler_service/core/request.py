@@ -40,8 +40,8 @@ class FinishReason(StrEnum):
 class Request:
     """A request of L prompt tokens that may return up to k more.
 
-    `tokens` holds every known token, the prompt first. While the request holds a row, `RowTable` is the authority on how much of
-    it is computed; `num_outstanding` counts ops in flight of leases that are over.
+    `tokens` holds every known token, the prompt first. While the request holds a row, `RowTable` is the authority on how much
+    of it is computed; `num_outstanding` counts ops in flight of leases that are over.
     """
 
     __slots__ = (
@@ -189,7 +189,9 @@ def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> t
     return limit, FinishReason.CAPACITY if pool_alone else FinishReason.LENGTH
 
 
-def check_parameters(request_id: str, max_tokens: int, priority: int, stop_ids: Sequence[int], sampling: SamplingParams) -> None:
+def check_parameters(
+    request_id: str, max_tokens: int, priority: int, stop_ids: Sequence[int], sampling: SamplingParams
+) -> None:
     """Refuse parameters out of range.
 
     Raises:

@@ -155,7 +155,8 @@ class RowTable:
             return np.empty(0, dtype=np.int32)
         ends = np.cumsum(counts)
         columns = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        return self.pages[np.repeat(rows, counts), columns]
+        entries: Int32Array = self.pages[np.repeat(rows, counts), columns]
+        return entries
 
     def mark_sent(self, rows: Int32Array, starts: Int32Array) -> None:
         """Note that entries [start, num_pages) of each row are in an op."""

@@ -264,7 +264,9 @@ class Scheduler:
         wanted = op.sample & (result.row_status == RowStatus.OK) if failed else op.sample
         out_of_range = wanted & ((result.tokens < 0) | (result.tokens >= self.config.vocab_size))
         if out_of_range.any():
-            raise UnexpectedResultError(f"step {op.step} returned {result.tokens[out_of_range][:8].tolist()}, which are no tokens")
+            raise UnexpectedResultError(
+                f"step {op.step} returned {result.tokens[out_of_range][:8].tolist()}, which are no tokens"
+            )
         self._in_flight.popleft()
         rows, tokens = self.placement.rows, result.tokens
         indices = op.req_pool_indices
@@ -312,7 +314,10 @@ class Scheduler:
         return op
 
     def _accept(self, indices: Int32Array, tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
-        """Append one token each to requests that still hold the row they ran in; returns those that end, and whether by a stop."""
+        """Append one token each to requests that still hold the row they ran in.
+
+        Returns those that end, each with whether a stop token ended it.
+        """
         rows = self.placement.rows
         values: list[int] = tokens.tolist()
         for request, token in zip(requests, values, strict=True):

@@ -24,6 +24,7 @@ class WaitingQueue:
         return len(self._heap) - self._num_gone
 
     def push(self, request: Request) -> None:
+        """Put a submitted request into the queue."""
         heapq.heappush(self._heap, (request.order, request))
 
     def head(self) -> Request | None:
@@ -59,9 +60,11 @@ class RetractedList:
         return len(self._entries)
 
     def add(self, request: Request) -> None:
+        """Put a retracted request into the list."""
         insort(self._entries, (request.order, request), key=lambda entry: entry[0])
 
     def remove(self, request: Request) -> None:
+        """Take out a request that resumes or ends."""
         del self._entries[bisect_left(self._entries, request.order, key=lambda entry: entry[0])]
 
     def requests(self) -> list[Request]:
