@@ -1,0 +1,186 @@
+"""The commands that serve: `up`, `scheduler` and `runtime`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from scheduler_service.cli_options import (
+    Check,
+    ChunkSize,
+    ExitWithParent,
+    Grace,
+    HeartbeatTimeout,
+    LogJson,
+    LogLevel,
+    MaxWaiting,
+    MetricsPort,
+    Mixed,
+    OverlapDepth,
+    Policy,
+    PrefixCache,
+    RuntimeTimeout,
+    StepTimeout,
+    TokenBudget,
+    fail,
+    need_runtime,
+)
+
+
+def up(
+    model: Annotated[str, typer.Option(help="fingerprint, tiny, or a Hugging Face directory.")],
+    port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.", min=0, max=65535)] = 50051,
+    host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.  [default: auto]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.  [default: float32 on CPU, else the model's]")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.  [default: 16]")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="Pages in the pool.  [default: as many as fit]")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Requests that can run at once.  [default: 256]")] = None,
+    max_pages_per_row: Annotated[int | None, typer.Option(help="Longest request, in pages.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Longest request, in tokens.  [default: the model's]")] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache on a CPU, in GiB.  [default: 1]")] = None,
+    token_budget: TokenBudget = None,
+    chunk_size: ChunkSize = None,
+    refresh_policy: Policy = None,
+    overlap_depth: OverlapDepth = None,
+    mixed: Mixed = None,
+    prefix_cache: PrefixCache = None,
+    max_waiting: MaxWaiting = None,
+    check: Check = None,
+    metrics_port: MetricsPort = None,
+    grace: Grace = None,
+    runtime_timeout: RuntimeTimeout = None,
+    heartbeat_timeout: HeartbeatTimeout = None,
+    step_timeout: StepTimeout = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = None,
+) -> None:
+    """Start a scheduler and a local runtime, and end both with Ctrl-C or SIGTERM."""
+    from scheduler_service.core.errors import PagemirrorError
+    from scheduler_service.up import UpOptions, run_up
+
+    need_runtime("up")
+    runtime = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "page_size": page_size,
+        "num_pages": num_pages,
+        "max_rows": max_rows,
+        "max_pages_per_row": max_pages_per_row,
+        "max_context": max_context,
+        "kv_cache_gib": kv_cache_gib,
+        "log_level": log_level,
+    }
+    scheduler = {
+        "token_budget": token_budget,
+        "chunk_size": chunk_size,
+        "refresh_policy": refresh_policy,
+        "overlap_depth": overlap_depth,
+        "mixed": mixed,
+        "prefix_cache": prefix_cache,
+        "max_waiting": max_waiting,
+        "check": check,
+        "metrics_port": metrics_port,
+        "grace": grace,
+        "runtime_timeout": runtime_timeout,
+        "heartbeat_timeout": heartbeat_timeout,
+        "step_timeout": step_timeout,
+        "log_level": log_level,
+        "log_json": log_json,
+    }
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    options = UpOptions(
+        listen=f"{bracketed}:{port}",
+        runtime_args=_arguments(runtime),
+        scheduler_args=_arguments(scheduler),
+        device=device,
+    )
+    try:
+        status = run_up(options)
+    except PagemirrorError as error:
+        fail(str(error), 1)
+    raise typer.Exit(status)
+
+
+def scheduler(
+    context: typer.Context,
+    runtime: Annotated[
+        str | None, typer.Option(help="Where the runtime listens: HOST:PORT or unix:/PATH.  [env var: PAGEMIRROR_RUNTIME]")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT or unix:/PATH to serve on.  [default: 127.0.0.1:50051]")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Refuse a runtime whose page_size differs.")] = None,
+    num_pages: Annotated[int | None, typer.Option(help="Refuse a runtime whose num_pages differs.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Refuse a runtime whose max_rows differs.")] = None,
+    max_pages_per_row: Annotated[int | None, typer.Option(help="Refuse a runtime whose max_pages_per_row differs.")] = None,
+    token_budget: TokenBudget = None,
+    chunk_size: ChunkSize = None,
+    refresh_policy: Policy = None,
+    overlap_depth: OverlapDepth = None,
+    mixed: Mixed = None,
+    prefix_cache: PrefixCache = None,
+    max_waiting: MaxWaiting = None,
+    check: Check = None,
+    metrics_port: MetricsPort = None,
+    grace: Grace = None,
+    startup_timeout: Annotated[
+        float | None, typer.Option(help="Seconds to wait for a runtime at the start.  [default: 600]")
+    ] = None,
+    runtime_timeout: RuntimeTimeout = None,
+    heartbeat_timeout: HeartbeatTimeout = None,
+    step_timeout: StepTimeout = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = None,
+    exit_with_parent: ExitWithParent = None,
+) -> None:
+    """Serve GenerationService, driving one runtime. It needs no GPU and no torch.
+
+    Every option can also be given in the environment, as PAGEMIRROR_TOKEN_BUDGET and so on.
+    """
+    import asyncio
+
+    from scheduler_service.app import serve
+    from scheduler_service.core.errors import PagemirrorError
+    from scheduler_service.logs import configure_logs
+    from scheduler_service.settings import SettingsError, load_settings
+
+    given = {name: value for name, value in context.params.items() if name != "exit_with_parent"}
+    try:
+        settings = load_settings(**given)
+    except SettingsError as error:
+        fail(str(error), 2)
+    configure_logs(settings.log_level, as_json=settings.log_json)
+    try:
+        status = asyncio.run(serve(settings, _announce, exit_with_parent))
+    except PagemirrorError as error:
+        fail(str(error), 1)
+    raise typer.Exit(status)
+
+
+def runtime(context: typer.Context) -> None:
+    """Run the model behind the mirror: everything after `runtime` goes to `python -m runtime_service`."""
+    need_runtime("runtime")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "runtime_service", *context.args])
+
+
+def _announce(line: str) -> None:
+    typer.echo(line)
+    sys.stdout.flush()
+
+
+def _arguments(options: dict[str, Any]) -> list[str]:
+    """Options as command-line arguments; None: not given."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if value is True:
+            arguments.append(f"--{option}")
+        elif value is False:
+            arguments.append(f"--no-{option}")
+        elif value is not None:
+            arguments += [f"--{option}", str(value)]
+    return arguments

@@ -1,0 +1,146 @@
+"""The engine of one scheduler process, as its clients see it: calls → core → runtime → subscribers.
+
+One `EngineLoop` owns the core. Its task (`step_loop.py`) plans and hands results back; calls from RPC handlers (`submit`,
+`abort`, …) change the core directly, since everything runs on one event loop and no core method yields: between two `await`s
+the core is in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from scheduler_service.core.errors import InternalError, PagemirrorError, UnknownRequestError
+from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
+from scheduler_service.core.request import Request
+from scheduler_service.errors import DrainingError
+from scheduler_service.metrics import Metrics
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.step_loop import StepLoop
+from scheduler_service.subscription import Subscription
+
+log = structlog.get_logger("pagemirror.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """Everything of a request but its id and its prompt. `queue_wait_ms` None: no limit."""
+
+    max_tokens: int = 16
+    sampling: SamplingParams = GREEDY
+    stop_ids: tuple[int, ...] = ()
+    ignore_default_stop_ids: bool = False
+    priority: int = 0
+    prefix_cache: bool = True
+    cache_namespace: str = ""
+    queue_wait_ms: int | None = None
+    traceparent: str = ""
+
+
+class EngineLoop(StepLoop):
+    """The loop, and what clients may ask of it."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        metrics: Metrics | None = None,
+        on_connected: Callable[[bool], None] = lambda connected: None,
+    ) -> None:
+        """See StepLoop."""
+        super().__init__(settings, metrics, on_connected)
+        self.draining = False
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, wait up to `grace_s` for the live ones, end the rest with UNAVAILABLE."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                while self._subscribers:
+                    await self._progress.wait()
+        except TimeoutError:
+            log.warning("drain_timed_out", live=len(self._subscribers), grace_s=grace_s)
+        self.end_all(DrainingError())
+
+    async def stop(self) -> None:
+        """End the loop and the link. Live requests end with UNAVAILABLE."""
+        self.draining = True
+        self.end_all(DrainingError())
+        await self._end_loop()
+
+    # --- calls of clients ---------------------------------------------------------------------------------------------
+
+    def submit(self, request_id: str, prompt: Int32Array, options: SubmitOptions) -> Subscription:
+        """Queue a request. Raises RequestError or ServiceError; nothing is changed then."""
+        try:
+            self._check_open()
+            stop_ids = options.stop_ids if options.ignore_default_stop_ids else options.stop_ids + self.facts.default_stop_ids
+            request = self.core.submit(
+                request_id,
+                prompt,
+                max_tokens=options.max_tokens,
+                sampling=options.sampling,
+                stop_ids=tuple(dict.fromkeys(stop_ids)),
+                priority=options.priority,
+                prefix_cache=options.prefix_cache,
+                cache_namespace=options.cache_namespace,
+                traceparent=options.traceparent,
+            )
+        except PagemirrorError as error:
+            self.metrics.refused.labels(type(error).__name__).inc()
+            raise
+        if not self._subscribers and self.connection.connected:
+            self.connection.trouble_is_over()
+        subscription = self._subscribers.add(request, options.queue_wait_ms)
+        if options.queue_wait_ms is not None:
+            loop = asyncio.get_running_loop()
+            subscription.queue_timer = loop.call_later(options.queue_wait_ms / 1000, self._expire, request_id)
+        self._changed()
+        return subscription
+
+    def release(self, subscription: Subscription) -> None:
+        """The client is gone: abort its request if it still runs."""
+        if not subscription.finished:
+            self.abort(subscription.request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a live request. Raises UnknownRequestError."""
+        self.core.abort(request_id)
+        self._changed()
+
+    def retract(self, request_id: str) -> None:
+        """Take a running request's row away; it resumes by itself. Raises UnknownRequestError, NotRunningError."""
+        self.core.retract(request_id)
+        self._changed()
+
+    def get(self, request_id: str) -> Request:
+        """The live request. Raises UnknownRequestError."""
+        try:
+            return self.core.requests[request_id]
+        except KeyError:
+            raise UnknownRequestError(request_id) from None
+
+    def num_computed(self, request: Request) -> int:
+        """Tokens of a live request whose KV is written by ops that were sent."""
+        return int(self.core.placement.rows.num_computed[request.row]) if request.state.holds_row else request.num_computed
+
+    def reset_prefix_cache(self, force: bool) -> int:
+        """Empty the prefix cache; returns the pages freed. Raises CacheInUseError unless `force`."""
+        freed = self.core.reset_prefix_cache(force=force)
+        self._changed()
+        return freed
+
+    def _check_open(self) -> None:
+        if self.failed.is_set():
+            raise InternalError("the scheduler failed")
+        if self.draining:
+            raise DrainingError
+        if self.connection.unavailable is not None:
+            raise self.connection.unavailable
+
+    def _expire(self, request_id: str) -> None:
+        # The timer is cancelled when its request ends, so the id is that of the request it was set for.
+        self.core.expire(request_id)
+        self._changed()

@@ -1,0 +1,209 @@
+"""GenerationService: the public messages in, the engine's calls out, and back."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from typing_extensions import override
+
+from pagemirror.v1 import generation_pb2, generation_pb2_grpc
+from scheduler_service.core.errors import BadParameterError
+from scheduler_service.core.ops import SamplingParams
+from scheduler_service.core.request import FinishReason, Request
+from scheduler_service.core.states import State
+from scheduler_service.engine_loop import EngineLoop, SubmitOptions
+from scheduler_service.grpc_status import errors_as_status
+from scheduler_service.row_report import RequestSnapshot, report_rows, snapshot
+from scheduler_service.wire import int32_from_bytes, int32_to_bytes, sampling_from_proto
+
+DEFAULT_MAX_TOKENS = 16
+_LIST_ROWS_TIMEOUT_S = 60.0
+
+_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
+    FinishReason.CAPACITY: generation_pb2.FINISH_REASON_CAPACITY,
+}
+_STATES = {
+    State.SUBMITTED: generation_pb2.REQUEST_STATE_SUBMITTED,
+    State.PREFILLING: generation_pb2.REQUEST_STATE_PREFILLING,
+    State.PREFILL_DONE: generation_pb2.REQUEST_STATE_PREFILL_DONE,
+    State.DECODING: generation_pb2.REQUEST_STATE_DECODING,
+    State.RETRACTED: generation_pb2.REQUEST_STATE_RETRACTED,
+    State.FINISHED: generation_pb2.REQUEST_STATE_FINISHED,
+}
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Serves one engine. Methods are coroutines of grpc.aio; their statuses are those in generation.proto."""
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self._engine = engine
+
+    @override
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Stream one request's tokens; whatever ends the call ends the request."""
+        async with errors_as_status(context, "Generate"):
+            request_id = request.request_id or f"req-{secrets.token_hex(8)}"
+            prompt = int32_from_bytes(request.prompt, "prompt")
+            subscription = self._engine.submit(request_id, prompt, _options(request_id, request, context))
+            try:
+                # At once, so that the client can name the request before its first token.
+                await context.write(generation_pb2.GenerateResponse(request_id=request_id))
+                while True:
+                    tokens = await subscription.take()
+                    if not subscription.finished:
+                        await context.write(generation_pb2.GenerateResponse(tokens=int32_to_bytes(tokens)))
+                        continue
+                    response = generation_pb2.GenerateResponse(tokens=int32_to_bytes(tokens))
+                    if subscription.error is not None:
+                        if tokens:
+                            await context.write(response)
+                        raise subscription.error
+                    response.finished.CopyFrom(_finished(subscription.request))
+                    await context.write(response)
+                    return
+            finally:
+                self._engine.release(subscription)
+
+    @override
+    async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
+        """End a live request."""
+        async with errors_as_status(context, "Abort"):
+            self._engine.abort(request.request_id)
+        return generation_pb2.AbortResponse()
+
+    @override
+    async def Retract(self, request: generation_pb2.RetractRequest, context: Context) -> generation_pb2.RetractResponse:
+        """Take a running request's row away."""
+        async with errors_as_status(context, "Retract"):
+            self._engine.retract(request.request_id)
+        return generation_pb2.RetractResponse()
+
+    @override
+    async def GetState(self, request: generation_pb2.GetStateRequest, context: Context) -> generation_pb2.RequestInfo:
+        """Where a live request stands."""
+        async with errors_as_status(context, "GetState"):
+            return _request_info(snapshot(self._engine, self._engine.get(request.request_id)))
+
+    @override
+    async def ListRows(self, request: generation_pb2.ListRowsRequest, context: Context) -> generation_pb2.ListRowsResponse:
+        """All rows in use, from both sides."""
+        response = generation_pb2.ListRowsResponse()
+        async with errors_as_status(context, "ListRows"):
+            limit_s = min(context.time_remaining() or _LIST_ROWS_TIMEOUT_S, _LIST_ROWS_TIMEOUT_S)
+            report = await report_rows(self._engine, limit_s)
+            response.session_no, response.step = report.session_no, report.step
+            for pair in report.rows:
+                response.rows.append(
+                    generation_pb2.RowPair(
+                        request=_request_info(pair.request),
+                        scheduler_pages=int32_to_bytes(pair.scheduler_pages),
+                        mirror_pages=int32_to_bytes(pair.mirror_pages),
+                        equal=pair.equal,
+                    )
+                )
+        return response
+
+    @override
+    async def ResetPrefixCache(
+        self, request: generation_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> generation_pb2.ResetPrefixCacheResponse:
+        """Empty the prefix cache."""
+        freed = 0
+        async with errors_as_status(context, "ResetPrefixCache"):
+            freed = self._engine.reset_prefix_cache(request.force)
+        return generation_pb2.ResetPrefixCacheResponse(freed_pages=freed)
+
+    @override
+    async def GetInfo(self, request: generation_pb2.GetInfoRequest, context: Context) -> generation_pb2.ServerInfo:
+        """What is served, its limits, and how full it is."""
+        engine = self._engine
+        facts, config, core, pages = engine.facts, engine.config, engine.core, engine.core.stats()
+        return generation_pb2.ServerInfo(
+            version=version("pagemirror"),
+            model=facts.model,
+            architecture=facts.architecture,
+            tokenizer_path=facts.tokenizer_path,
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
+            default_stop_ids=int32_to_bytes(facts.default_stop_ids),
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            max_rows=config.max_rows,
+            max_pages_per_row=config.max_pages_per_row,
+            token_budget=config.token_budget,
+            chunk_size=config.effective_chunk_size,
+            overlap_depth=config.overlap_depth,
+            refresh_policy=config.refresh_policy.value,
+            num_waiting=core.num_waiting,
+            num_running=core.num_running,
+            num_retracted=core.num_retracted,
+            free_pages=pages.free,
+            cached_pages=pages.cached,
+            max_prompt_len=min(config.room, config.max_context - 1) if config.max_context else config.room,
+            num_steps=engine.num_steps,
+        )
+
+
+def _options(request_id: str, request: generation_pb2.GenerateRequest, context: Context) -> SubmitOptions:
+    queue_wait_ms = request.max_queue_wait_ms if request.HasField("max_queue_wait_ms") else None
+    if queue_wait_ms == 0:
+        raise BadParameterError(request_id, "max_queue_wait_ms", 0, "at least 1, or unset for no limit")
+    return SubmitOptions(
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        sampling=_sampling(request),
+        stop_ids=tuple(int32_from_bytes(request.stop_token_ids, "stop_token_ids").tolist()),
+        ignore_default_stop_ids=request.ignore_default_stop_ids,
+        priority=request.priority,
+        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else True,
+        cache_namespace=request.cache_namespace,
+        queue_wait_ms=queue_wait_ms,
+        traceparent=_traceparent(context),
+    )
+
+
+def _sampling(request: generation_pb2.GenerateRequest) -> SamplingParams:
+    """The client's parameters; a seed is drawn here, once, where it gave none, so that a resume draws the same tokens."""
+    sampling = sampling_from_proto(request.sampling)
+    if sampling.temperature > 0 and not request.sampling.HasField("seed"):
+        return replace(sampling, seed=secrets.randbits(64))
+    return sampling
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent":
+            return value if isinstance(value, str) else value.decode("ascii", "replace")
+    return ""
+
+
+def _finished(request: Request) -> generation_pb2.Finished:
+    return generation_pb2.Finished(
+        reason=_REASONS[request.finish_reason] if request.finish_reason else generation_pb2.FINISH_REASON_UNSPECIFIED,
+        prompt_tokens=request.prompt_len,
+        completion_tokens=request.num_output,
+        cached_tokens=request.cached_tokens,
+        num_retractions=request.num_retractions,
+    )
+
+
+def _request_info(request: RequestSnapshot) -> generation_pb2.RequestInfo:
+    return generation_pb2.RequestInfo(
+        request_id=request.request_id,
+        state=_STATES[request.state],
+        row=request.row,
+        prompt_tokens=request.prompt_len,
+        completion_tokens=request.num_output,
+        cached_tokens=request.cached_tokens,
+        num_retractions=request.num_retractions,
+        num_computed=request.num_computed,
+        priority=request.priority,
+    )

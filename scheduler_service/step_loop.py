@@ -1,0 +1,274 @@
+"""The loop that moves ops and results between the core and the runtime.
+
+The task plans while fewer than `overlap_depth + 1` ops are in flight, hands results to the core in the order of the ops, and
+sleeps on an event when there is nothing to do. Whatever changes the core calls `_publish`, so every token and every end reaches
+its subscriber.
+
+Every trouble with the runtime leads to a new session (`connection.py`): the core forgets what was in flight and prefills again
+from the tokens it knows, so clients see a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import structlog
+
+from scheduler_service.connection import RuntimeConnection
+from scheduler_service.core import invariants
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.errors import (
+    InternalError,
+    InvariantViolation,
+    NoProgressError,
+    PagemirrorError,
+    UnexpectedResultError,
+)
+from scheduler_service.core.ops import ForwardOp
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.metrics import Metrics
+from scheduler_service.runtime_client import RuntimeLink
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.subscription import Subscribers
+from scheduler_service.wire import RuntimeFacts, StepRefusal, check_message_limit
+
+log = structlog.get_logger("pagemirror.engine")
+
+FLUSH_AFTER_S = 0.1
+"""Idle time after which rows that were released are told to the runtime in an op of their own."""
+
+_NEVER = float("inf")
+_FILL_INTERVAL_S = 0.25
+_MAX_EMPTY_PLANS = 1000
+
+
+class StepLoop:
+    """Core, connection and subscribers of one scheduler process, and the task that drives them."""
+
+    core: Scheduler
+    config: SchedulerConfig
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        metrics: Metrics | None = None,
+        on_connected: Callable[[bool], None] = lambda connected: None,
+    ) -> None:
+        """`on_connected` is told whenever a runtime begins or ceases to serve. Must be made inside a running event loop."""
+        self.settings = settings
+        self.metrics = metrics or Metrics()
+        self.num_steps = 0
+        """Steps executed since the start, over all sessions."""
+        self.last_step = 0
+        """Last step sent in the present session."""
+        self.failed = asyncio.Event()
+        """Set when the loop ended by an error of our own; the process should end."""
+        self._on_connected = on_connected
+        self._subscribers = Subscribers(self.metrics)
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Event()
+        self._num_pauses = 0
+        self._flush_at: float | None = None  # None: not idle yet; _NEVER: nothing to tell until something changes
+        self._fill_at = 0.0
+        self._empty_plans = 0
+        self._task: asyncio.Task[None] | None = None
+        self.connection = RuntimeConnection(
+            settings,
+            wake=self._wake.set,
+            on_connected=self._note_connected,
+            on_new_session=self._new_session,
+            on_give_up=self.end_all,
+        )
+
+    @property
+    def facts(self) -> RuntimeFacts:
+        """What the runtime said of itself."""
+        return self.connection.facts
+
+    @property
+    def link(self) -> RuntimeLink:
+        """The present stream to the runtime."""
+        return self.connection.link
+
+    async def start(self) -> None:
+        """Connect, take the limits from the runtime, and begin to serve.
+
+        Raises:
+            RuntimeMismatchError, ConfigError: configured values disagree or are out of range.
+            StartError: no runtime within `startup_timeout`.
+        """
+        await self.connection.start()
+        try:
+            check_message_limit(self.facts, self.settings.token_budget)
+            self.config = self.settings.core_config(self.facts)
+            self.core = Scheduler(self.config, session_no=self.connection.session_no, keep_sent=self.settings.check)
+        except PagemirrorError:
+            await self.connection.close()
+            raise
+        self.connection.set_connected(True)
+        self._task = asyncio.create_task(self._run(), name="engine")
+
+    def end_all(self, error: PagemirrorError) -> None:
+        """End every live request; their clients are told `error`."""
+        if self._subscribers:
+            self._subscribers.set_error(error)
+            for request_id in self._subscribers.ids():
+                self.core.abort(request_id)
+            self._changed()
+
+    # --- quiet moments, for readers that compare both sides -------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Plan nothing until `resume` was called as often."""
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        self._num_pauses -= 1
+        self._wake.set()
+
+    async def wait_quiet(self) -> None:
+        """Return when nothing is in flight and a runtime is there. While paused, that lasts at least to the next await."""
+        while self.core.num_in_flight or not self.connection.connected:
+            await self._progress.wait()
+
+    # --- the loop -------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                trouble = self._take_answers() or (str(self.link.broken) if self.link.broken else "")
+                if trouble:
+                    await self._recover(trouble)
+                    continue
+                if not self._num_pauses:
+                    self._plan()
+                if self.settings.check:
+                    invariants.check(self.core)
+                self._publish()
+                self._write_fill()
+                await self._sleep()
+        except Exception:
+            log.exception("engine_failed")
+            self.failed.set()
+            self._subscribers.finish_all(InternalError("the scheduler failed"))
+            self.connection.set_connected(False)
+            self._tell_progress()
+
+    def _take_answers(self) -> str:
+        """Hand results to the core; the trouble as text if one is a refusal."""
+        answers = self.link.answers
+        while answers:
+            answer = answers.popleft()
+            if isinstance(answer.outcome, StepRefusal):
+                return str(answer.outcome)
+            try:
+                self.core.complete(answer.outcome)
+            except UnexpectedResultError as error:
+                return str(error)
+            self._note_step(answer.seconds)
+        return ""
+
+    def _note_step(self, seconds: float) -> None:
+        self.connection.trouble_is_over()
+        self.num_steps += 1
+        self.metrics.steps.inc()
+        self.metrics.step_seconds.observe(seconds)
+        self._flush_at = None
+        self._tell_progress()
+
+    def _plan(self) -> None:
+        core = self.core
+        while core.num_in_flight <= self.config.overlap_depth:
+            op = core.plan()
+            if op is not None:
+                self._empty_plans = 0
+                if self.settings.check and (findings := invariants.audit_op(op) + invariants.audit_writes(core, op)):
+                    raise InvariantViolation(findings)
+                self._send(op)
+            elif core.has_work and not core.num_in_flight:
+                # Everything that ran was retracted in this very plan: the next one admits again.
+                self._empty_plans += 1
+                if self._empty_plans > _MAX_EMPTY_PLANS:
+                    raise NoProgressError(f"nothing was planned {_MAX_EMPTY_PLANS} times, {core.num_waiting} requests wait")
+            else:
+                self._flush_when_due()
+                return
+
+    def _flush_when_due(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._flush_at is None:
+            self._flush_at = now + FLUSH_AFTER_S
+        elif now >= self._flush_at:
+            op = self.core.flush_releases()
+            if op is None:
+                self._flush_at = _NEVER
+            else:
+                self._send(op)
+
+    def _send(self, op: ForwardOp) -> None:
+        self._flush_at = None
+        self.last_step = op.step
+        self.metrics.rows.inc(op.num_rows)
+        self.metrics.refreshed_rows.inc(int(op.full_refresh.sum()))
+        self.metrics.pages_sent.inc(len(op.occupied_pages))
+        self.link.send(op)
+
+    async def _sleep(self) -> None:
+        flush_at = _NEVER if self._flush_at is None or self._num_pauses else self._flush_at
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(None if flush_at == _NEVER else flush_at):
+                await self._wake.wait()
+
+    async def _recover(self, trouble: str) -> None:
+        self.metrics.resets.labels("link" if self.link.broken else "refusal").inc()
+        await self.connection.recover(trouble, had_work=self.core.num_in_flight > 0)
+        if not self._subscribers:
+            self.connection.trouble_is_over()
+        self._tell_progress()
+
+    def _new_session(self, session_no: int) -> None:
+        self.core.reset(session_no)
+        self.last_step = 0
+        self._flush_at = None
+        self._publish()
+
+    # --- small things -----------------------------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """After every change by a client: tell subscribers, and have the loop look."""
+        self._flush_at = None
+        self._publish()
+        self._wake.set()
+
+    def _publish(self) -> None:
+        outputs = self.core.take_outputs()
+        self._subscribers.deliver(outputs)
+        if outputs.finished:
+            self._tell_progress()
+
+    def _write_fill(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._fill_at or not self.core.has_work:
+            self._fill_at = now + _FILL_INTERVAL_S
+            core, pages = self.core, self.core.stats()
+            live = (core.num_waiting, core.num_running, core.num_retracted)
+            self.metrics.set_fill(live, (pages.free, pages.cached, pages.private))
+
+    def _note_connected(self, connected: bool) -> None:
+        self.metrics.connected.set(int(connected))
+        self._on_connected(connected)
+
+    def _tell_progress(self) -> None:
+        # Whoever waits holds the old event, so none is missed and none needs to clear it.
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _end_loop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self.connection.close()

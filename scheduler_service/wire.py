@@ -1,0 +1,291 @@
+"""Core ops ↔ messages of `pagemirror.v1`, as pure pairs `x_to_proto` / `x_from_proto`.
+
+Columns are little-endian arrays in `bytes` fields, so a conversion is one `tobytes` or one `numpy.frombuffer` a column, and
+never work per row. What a peer says is checked here: everything that comes out of a `from_proto` has the shape it should have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from pagemirror.v1 import forward_pb2, runtime_pb2
+from scheduler_service.core.errors import InvalidRequestError
+from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, LeaseStart, RowStatus, SamplingParams, StepResult
+from scheduler_service.errors import ProtocolError, RuntimeMismatchError
+
+PROTOCOL_VERSION = 1
+"""Version of the private protocol that this scheduler speaks."""
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Limit of one message, both ways, on both channels."""
+
+_INT32 = np.dtype("<i4")
+_FIXED_ROW_BYTES = 64  # columns of one row other than its pages, rounded up
+
+
+class BadColumnError(InvalidRequestError):
+    """A column of a client's request is no array of int32."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        super().__init__(f"{name} has {num_bytes} bytes, but is a column of little-endian int32: a multiple of 4")
+
+
+class RefusalCode(IntEnum):
+    """Why the runtime did not execute an op; the numbers are those of the wire, `runtime.proto` explains each."""
+
+    UNSPECIFIED = 0
+    SKIPPED = 1
+    STEP_FAILED = 2
+    OUT_OF_MEMORY = 3
+    UNKNOWN_SESSION = 4
+    STEP_OUT_OF_ORDER = 5
+    MALFORMED = 6
+    ROW_OUT_OF_RANGE = 7
+    ROW_REPEATED = 8
+    STALE_GENERATION = 9
+    LEASE_NOT_STARTED = 10
+    LENGTH_MISMATCH = 11
+    GAP = 12
+    NOT_CONTIGUOUS = 13
+    ROW_TOO_SHORT = 14
+    NEVER_SAMPLED = 15
+    PAGE_OUT_OF_RANGE = 16
+    PAGE_REPEATED = 17
+    TOKEN_OUT_OF_RANGE = 18
+    BAD_SAMPLING = 19
+
+
+@dataclass(frozen=True, slots=True)
+class StepRefusal:
+    """The runtime did not execute an op, or could not finish it. `row` is 0 when no row is to blame."""
+
+    session_no: int
+    step: int
+    code: RefusalCode
+    row: int
+    request_id: str
+    detail: str
+
+    @override
+    def __str__(self) -> str:
+        blame = f" (row {self.row}, request {self.request_id!r})" if self.row else ""
+        return f"step {self.step} of session {self.session_no}: {self.code.name}{blame}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeFacts:
+    """What a runtime says of itself in its hello; see `RuntimeInfo` in runtime.proto."""
+
+    protocol_version: int
+    runtime_epoch: int
+    page_size: int
+    num_pages: int
+    max_rows: int
+    max_pages_per_row: int
+    vocab_size: int
+    max_context: int
+    default_stop_ids: tuple[int, ...]
+    model: str
+    architecture: str
+    tokenizer_path: str
+    rank: int
+    world_size: int
+    device: str
+    dtype: str
+    heartbeat_interval_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRows:
+    """Rows of the mirror at one moment: `pages` maps row number → its valid entries, `row_lens` → its stated length."""
+
+    session_no: int
+    last_step: int
+    pages: dict[int, Int32Array]
+    row_lens: dict[int, int]
+
+
+def int32_to_bytes(values: Int32Array | Sequence[int]) -> bytes:
+    """A column of little-endian int32. Raises OverflowError when a value does not fit."""
+    return np.asarray(values, dtype=_INT32).tobytes()
+
+
+def int32_from_bytes(data: bytes, name: str) -> Int32Array:
+    """The int32 array in a column of a client's request. Raises BadColumnError when the length is no multiple of 4."""
+    if len(data) % 4:
+        raise BadColumnError(name, len(data))
+    return np.frombuffer(data, dtype=_INT32)
+
+
+def sampling_to_proto(sampling: SamplingParams) -> forward_pb2.SamplingParams:
+    """Every field set, so that both sides agree on what a default is; an unlimited top_k stays unset."""
+    return forward_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        min_new_tokens=sampling.min_new_tokens,
+    )
+
+
+def sampling_from_proto(message: forward_pb2.SamplingParams) -> SamplingParams:
+    """Unset fields take their defaults; values that are set are taken as they are and checked by the core."""
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 0.0,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p if message.HasField("min_p") else 0.0,
+        seed=message.seed if message.HasField("seed") else 0,
+        min_new_tokens=message.min_new_tokens if message.HasField("min_new_tokens") else 0,
+    )
+
+
+def lease_to_proto(lease: LeaseStart) -> forward_pb2.LeaseStart:
+    """One entry of `ForwardOp.lease_starts`; an unset `sampling` is greedy."""
+    return forward_pb2.LeaseStart(
+        req_pool_index=lease.req_pool_index,
+        request_id=lease.request_id,
+        sampling=None if lease.sampling == GREEDY else sampling_to_proto(lease.sampling),
+        stop_ids=int32_to_bytes(lease.stop_ids) if lease.stop_ids else b"",
+        prompt_len=lease.prompt_len,
+        traceparent=lease.traceparent,
+    )
+
+
+def op_to_proto(op: ForwardOp) -> forward_pb2.ForwardOp:
+    """The message of one step. `requests` and `causes` stay here."""
+    return forward_pb2.ForwardOp(
+        session_no=op.session_no,
+        step=op.step,
+        req_pool_indices=int32_to_bytes(op.req_pool_indices),
+        row_generations=int32_to_bytes(op.row_generations),
+        row_lens=int32_to_bytes(op.row_lens),
+        begins=int32_to_bytes(op.begins),
+        sizes=int32_to_bytes(op.sizes),
+        full_refresh=op.full_refresh.astype(np.bool_, copy=False).tobytes(),
+        occupied_pages=int32_to_bytes(op.occupied_pages),
+        num_computed=int32_to_bytes(op.num_computed),
+        num_extend_rows=op.num_extend_rows,
+        input_lens=int32_to_bytes(op.input_lens),
+        input_ids=int32_to_bytes(op.input_ids),
+        sample=op.sample.astype(np.bool_, copy=False).tobytes(),
+        released_rows=int32_to_bytes(op.released_rows),
+        lease_starts=[lease_to_proto(lease) for lease in op.lease_starts],
+    )
+
+
+def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepResult:
+    """The answer to an op of `num_rows` rows.
+
+    Raises:
+        ProtocolError: a column has not one entry per row, or a row's status is none the protocol knows.
+    """
+    where = f"result of step {message.step}"
+    tokens = _int32_of_peer(message.tokens, f"{where}: tokens")
+    if message.num_tokens and (_int32_of_peer(message.num_tokens, f"{where}: num_tokens") != 1).any():
+        raise ProtocolError(f"{where}: num_tokens is other than 1 for a row, and no step that was asked for gives several")
+    if len(tokens) != num_rows:
+        raise ProtocolError(f"{where}: {len(tokens)} tokens for {num_rows} rows")
+    status: npt.NDArray[np.uint8] | None = None
+    if message.row_status:
+        status = np.frombuffer(message.row_status, dtype=np.uint8)
+        if len(status) != num_rows:
+            raise ProtocolError(f"{where}: {len(status)} row states for {num_rows} rows")
+        if status.max() > max(RowStatus):
+            raise ProtocolError(f"{where}: row state {status.max()} is unknown")
+    return StepResult(session_no=message.session_no, step=message.step, tokens=tokens, row_status=status)
+
+
+def refusal_from_proto(message: runtime_pb2.Refusal) -> StepRefusal:
+    """A code this scheduler does not know becomes UNSPECIFIED and is named in the detail."""
+    try:
+        code, detail = RefusalCode(message.code), message.detail
+    except ValueError:
+        code, detail = RefusalCode.UNSPECIFIED, f"(code {message.code}) {message.detail}"
+    return StepRefusal(message.session_no, message.step, code, message.row, message.request_id, detail)
+
+
+def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
+    """A runtime's hello.
+
+    Raises:
+        RuntimeMismatchError: it speaks another version of the protocol.
+        ProtocolError: the column of stop ids is malformed.
+    """
+    if message.protocol_version != PROTOCOL_VERSION:
+        raise RuntimeMismatchError("protocol_version", PROTOCOL_VERSION, message.protocol_version)
+    return RuntimeFacts(
+        protocol_version=message.protocol_version,
+        runtime_epoch=message.runtime_epoch,
+        page_size=message.page_size,
+        num_pages=message.num_pages,
+        max_rows=message.max_rows,
+        max_pages_per_row=message.max_pages_per_row,
+        vocab_size=message.vocab_size,
+        max_context=message.max_context,
+        default_stop_ids=tuple(_int32_of_peer(message.default_stop_ids, "hello: default_stop_ids").tolist()),
+        model=message.model,
+        architecture=message.architecture,
+        tokenizer_path=message.tokenizer_path,
+        rank=message.rank,
+        world_size=message.world_size,
+        device=message.device,
+        dtype=message.dtype,
+        heartbeat_interval_s=message.heartbeat_interval_s,
+    )
+
+
+def mirror_rows_from_proto(message: runtime_pb2.ReadRowsResponse) -> MirrorRows:
+    """Rows of the mirror. Raises ProtocolError when the columns do not fit together."""
+    rows = _int32_of_peer(message.rows, "ReadRows: rows")
+    row_lens = _int32_of_peer(message.row_lens, "ReadRows: row_lens")
+    valid_lens = _int32_of_peer(message.valid_lens, "ReadRows: valid_lens")
+    pages = _int32_of_peer(message.pages, "ReadRows: pages")
+    if not len(rows) == len(row_lens) == len(valid_lens) or (valid_lens < 0).any() or int(valid_lens.sum()) != len(pages):
+        raise ProtocolError(
+            f"ReadRows: {len(rows)} rows, {len(row_lens)} row_lens, {len(valid_lens)} valid_lens and {len(pages)} pages"
+            " do not fit together"
+        )
+    parts = np.split(pages, np.cumsum(valid_lens)[:-1]) if len(rows) else []
+    return MirrorRows(
+        session_no=message.session_no,
+        last_step=message.last_step,
+        pages=dict(zip(rows.tolist(), parts, strict=True)),
+        row_lens=dict(zip(rows.tolist(), row_lens.tolist(), strict=True)),
+    )
+
+
+def check_message_limit(facts: RuntimeFacts, token_budget: int) -> None:
+    """Refuse a configuration whose largest op would not fit into one message; ops are never split.
+
+    Raises:
+        RuntimeMismatchError: max_rows * (4 * max_pages_per_row + 64) + 4 * token_budget is over 64 MiB.
+    """
+    largest = facts.max_rows * (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES) + 4 * token_budget
+    if largest > MAX_MESSAGE_BYTES:
+        raise RuntimeMismatchError(
+            "largest op",
+            f"at most {MAX_MESSAGE_BYTES:,} bytes a message",
+            f"max_rows {facts.max_rows:,} and max_pages_per_row {facts.max_pages_per_row:,}",
+            f"with token_budget {token_budget:,} that is up to {largest:,} bytes; lower one of the three"
+            f" (max_rows at most {_most_rows(facts, token_budget):,})",
+        )
+
+
+def _most_rows(facts: RuntimeFacts, token_budget: int) -> int:
+    return max(0, math.floor((MAX_MESSAGE_BYTES - 4 * token_budget) / (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES)))
+
+
+def _int32_of_peer(data: bytes, what: str) -> Int32Array:
+    if len(data) % 4:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no column of int32")
+    return np.frombuffer(data, dtype=_INT32)
