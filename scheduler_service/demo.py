@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from scheduler_service.console import make_console
 from scheduler_service.core.config import RefreshPolicy
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.demo_engine import RuntimeProcess, runtime_process
@@ -25,7 +26,6 @@ from scheduler_service.demo_example import (
 )
 from scheduler_service.demo_text import PAGE_SIZE as TEXT_PAGE_SIZE
 from scheduler_service.demo_text import Questions, serve_alone, serve_together
-from scheduler_service.simulate import make_console
 
 DEFAULT_MODEL = Path("models/smollm2-135m-instruct")
 BROKEN = "--demonstrate-tail-only"

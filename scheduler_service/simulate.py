@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from scheduler_service.console import make_console
 from scheduler_service.core.config import RefreshPolicy
 from scheduler_service.scenario import Scenario, ScenarioError, load_scenario
 from scheduler_service.simulation import RuntimeMissingError, Simulation, StepLine, Summary, as_json
@@ -77,12 +77,6 @@ def _run_tables(scenario: Scenario) -> bool:
     verdict = "[bold red]violated[/]" if summary.violations else "[bold green]ok[/]"
     console.print(f"{verdict}: {summary.steps} steps, {summary.pages_sent} page ids sent")
     return bool(summary.violations)
-
-
-def make_console() -> Console:
-    """A console as wide as the terminal, or wide enough for the tables where there is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 150))
 
 
 def _add_step(table: Table, line: StepLine) -> None:

@@ -113,8 +113,13 @@ def _audit_pages(scheduler: Scheduler) -> Iterable[str]:
         yield "the free stack and the states of pages disagree"
     if sorted(in_tree) != pool.pages_in(PageState.CACHED).tolist():
         yield f"the tree holds {sorted(in_tree)}, the pool counts {pool.pages_in(PageState.CACHED).tolist()} as cached"
-    if pool.num_free + pool.num_cached + pool.num_private != pool.num_pages or len(in_tree) != placement.cache.num_pages:
-        yield f"free {pool.num_free} + cached {pool.num_cached} + private {pool.num_private} is not {pool.num_pages}"
+    private = len(pool.pages_in(PageState.PRIVATE))
+    counted = (pool.num_free, pool.num_cached, pool.num_private, placement.cache.num_pages)
+    if counted != (len(free), len(in_tree), private, len(in_tree)):
+        yield (
+            f"free {pool.num_free} + cached {pool.num_cached} (tree: {placement.cache.num_pages}) + private {pool.num_private} "
+            f"is counted, but is not there: {len(free)} + {len(in_tree)} + {private}"
+        )
     if not scheduler.requests and (pool.num_private or placement.cache.num_locked):
         yield f"idle, but {pool.num_private} pages are private and {placement.cache.num_locked} locked"
     if placement.rows.num_free + placement.num_holders != placement.rows.max_rows:
