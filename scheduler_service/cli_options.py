@@ -38,7 +38,9 @@ PrefixCache = Annotated[
     bool | None,
     typer.Option("--prefix-cache/--no-prefix-cache", help="Share pages of equal prefixes.  [default: prefix-cache]"),
 ]
-MaxWaiting = Annotated[int | None, typer.Option(help="Longest queue; a request beyond it is refused.  [default: 0, no limit]")]
+MaxWaiting = Annotated[
+    int | None, typer.Option(help="Longest queue; a request beyond it is refused; 0: no limit.  [default: 1024]")
+]
 Check = Annotated[bool | None, typer.Option("--check", help="Audit every invariant after every step (slow).")]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")]
 Grace = Annotated[float | None, typer.Option(help="Seconds for live requests after SIGTERM.  [default: 30]")]

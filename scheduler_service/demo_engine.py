@@ -16,9 +16,10 @@ from pathlib import Path
 
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import PagemirrorError
+from scheduler_service.core.intake import Outputs
 from scheduler_service.core.ops import ForwardOp, StepResult
 from scheduler_service.core.request import Request
-from scheduler_service.core.scheduler import Outputs, Scheduler
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.errors import RuntimeLinkError
 from scheduler_service.runtime_client import ExpectedShape, LinkLimits, RuntimeLink, open_link
 from scheduler_service.wire import RuntimeFacts, StepRefusal

@@ -40,7 +40,7 @@ class SchedulerSettings(BaseSettings):
     overlap_depth: int = Field(default=1, ge=0, le=MAX_OVERLAP_DEPTH)
     mixed: bool = True
     prefix_cache: bool = True
-    max_waiting: int = Field(default=0, ge=0)
+    max_waiting: int = Field(default=1024, ge=0)
     check: bool = False
 
     startup_timeout: float = Field(default=600.0, gt=0)

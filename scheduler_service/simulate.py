@@ -13,8 +13,10 @@ from rich.table import Table
 
 from scheduler_service.console import make_console
 from scheduler_service.core.config import RefreshPolicy
+from scheduler_service.in_process_runtime import RuntimeMissingError
 from scheduler_service.scenario import Scenario, ScenarioError, load_scenario
-from scheduler_service.simulation import RuntimeMissingError, Simulation, StepLine, Summary, as_json
+from scheduler_service.simulation import Simulation
+from scheduler_service.simulation_report import StepLine, Summary, as_json
 
 EXIT_OK, EXIT_VIOLATED, EXIT_BAD_FILE = 0, 1, 2
 

@@ -4,137 +4,25 @@ A scenario runs through the real scheduler core, the real wire format and the re
 only the network and the clock are missing, so a run is deterministic. After every half step the whole state is audited: the
 core's own invariants, the mirror's rows against the scheduler's, the fingerprint of every cell that was read, and every sampled
 token against the definition of the model.
-
-The runtime is imported when a simulation is made: the scheduler's install has no torch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
-from scheduler_service.core.errors import InternalError, PagemirrorError, RequestError
+from scheduler_service.core.errors import InternalError, RequestError
 from scheduler_service.core.invariants import audit, audit_op, audit_writes
-from scheduler_service.core.ops import Cause, ForwardOp, StepResult
+from scheduler_service.core.ops import ForwardOp, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.in_process_runtime import InProcessRuntime
 from scheduler_service.scenario import VOCAB_SIZE, Abort, Event, ResetPrefixCache, Retract, Scenario, Submit
-from scheduler_service.wire import op_to_proto, result_from_proto
+from scheduler_service.simulation_report import OpLine, StepLine, Summary
 
 MAX_IDLE_STEPS = 10_000
 """Steps, beside one for each token asked for, after which a run that has not ended is stopped."""
-
-
-class RuntimeMissingError(PagemirrorError):
-    """The runtime's packages are not installed."""
-
-    def __init__(self, missing: str) -> None:
-        self.missing = missing
-        super().__init__(
-            f"simulate runs the runtime's mirror in this process and needs {missing}, which is not installed; "
-            "install pagemirror[runtime]"
-        )
-
-
-@dataclass(slots=True)
-class OpLine:
-    """One row of one step, as the scheduler planned it."""
-
-    request: str
-    cause: Cause
-    row: int
-    begin: int
-    size: int
-    full_refresh: bool
-    occupied_pages: list[int]
-    num_computed: int
-    input_len: int
-
-
-@dataclass(slots=True)
-class StepLine:
-    """What one step was and how things stand after it."""
-
-    step: int
-    ops: list[OpLine] = field(default_factory=list)
-    applied: dict[str, list[int]] = field(default_factory=dict)  # mirror rows of `ops`, right after the step ran
-    mirror: dict[str, list[int]] = field(default_factory=dict)
-    rows: dict[str, list[int]] = field(default_factory=dict)
-    sampled: dict[str, int] = field(default_factory=dict)
-    ended: dict[str, str] = field(default_factory=dict)
-    free: int = 0
-    cached: int = 0
-    private: int = 0
-    refused: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Summary:
-    """A whole run."""
-
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    cached_tokens: dict[str, int] = field(default_factory=dict)
-    finish: dict[str, str] = field(default_factory=dict)
-    retractions: dict[str, int] = field(default_factory=dict)
-    steps: int = 0
-    lines: int = 0
-    pages_sent: int = 0
-    violations: list[str] = field(default_factory=list)
-
-
-class InProcessRuntime:
-    """The runtime without its process: ops go in and results come out as the bytes of the wire."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        try:
-            import torch
-
-            from runtime_service.executors.fingerprint import FingerprintExecutor
-            from runtime_service.req_to_page import ReqToPage
-            from runtime_service.session import SessionState
-            from runtime_service.step_runner import StepRunner
-        except ModuleNotFoundError as error:
-            raise RuntimeMissingError(error.name or "torch") from error
-        torch.set_num_threads(1)
-        tail_only = config.refresh_policy is RefreshPolicy.TAIL_ONLY
-        limits = (config.max_rows, config.max_pages_per_row, config.num_pages, config.page_size)
-        self.mirror = ReqToPage(*limits, zero_fill=not tail_only)
-        self.model = FingerprintExecutor(config.num_pages, config.page_size)
-        self.model.poison()
-        session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only)
-        self._runner = StepRunner(session, self.mirror, self.model)
-        self._overlap_depth = config.overlap_depth
-        self._num_seen = 0
-
-    def open(self, session_no: int) -> None:
-        """Begin a session, as a scheduler's hello does."""
-        self._runner.open(1, session_no, self._overlap_depth)
-
-    def run(self, op: ForwardOp) -> StepResult | str:
-        """Execute one op; a refusal comes back as its text."""
-        from runtime_service.wire import op_from_proto, result_to_proto
-
-        sent = op_to_proto(op)
-        received = op_from_proto(type(sent).FromString(sent.SerializeToString()))
-        answer = self._runner.run(received)
-        if isinstance(answer, Exception):
-            return str(answer)
-        return result_from_proto(result_to_proto(answer).result, op.num_rows)
-
-    def row(self, row: int) -> list[int]:
-        """The valid part of one mirror row."""
-        entries: list[int] = self.mirror.row(row).tolist()
-        return entries
-
-    def new_violations(self) -> list[str]:
-        """What the model found wrong with the cells it has read since the last call."""
-        found = self.model.violations[self._num_seen :]
-        self._num_seen = len(self.model.violations)
-        return list(found)
 
 
 class Simulation:
@@ -335,22 +223,3 @@ class _Fingerprint:
         self._length += 1
         self._sum = (self._sum + self._length * (token + 1)) % VOCAB_SIZE
         return expected
-
-
-def as_json(line: StepLine, file: str) -> dict[str, Any]:
-    """A step's line in the form that `--json` prints."""
-    shown: dict[str, Any] = {
-        "file": file,
-        "step": line.step,
-        "ops": [{name: getattr(op, name) for name in OpLine.__slots__} for op in line.ops],
-        "mirror": line.mirror,
-        "rows": line.rows,
-        "sampled": line.sampled,
-        "ended": line.ended,
-        "free": line.free,
-        "cached": line.cached,
-        "private": line.private,
-    }
-    if line.refused:
-        shown["refused"] = line.refused
-    return shown

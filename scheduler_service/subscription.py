@@ -13,7 +13,7 @@ from scheduler_service.errors import QueueWaitError, RequestFailedError
 from scheduler_service.metrics import Metrics
 
 if TYPE_CHECKING:
-    from scheduler_service.core.scheduler import Outputs
+    from scheduler_service.core.intake import Outputs
 
 log = structlog.get_logger("pagemirror.engine")
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
@@ -30,26 +28,14 @@ from scheduler_service.core.errors import (
     UnexpectedResultError,
     UnknownRequestError,
 )
+from scheduler_service.core.intake import Outputs, ResultIntake
 from scheduler_service.core.op_builder import build_op
-from scheduler_service.core.ops import GREEDY, BoolArray, ForwardOp, Int32Array, RowStatus, SamplingParams, StepResult
+from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, SamplingParams, StepResult
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice, Planner
 from scheduler_service.core.request import FinishReason, Request, check_parameters, check_prompt, output_limit
 from scheduler_service.core.states import Event, State
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
-
-
-@dataclass(slots=True)
-class Outputs:
-    """What happened to requests since it was last asked: accepted tokens as parallel lists, and requests that ended."""
-
-    requests: list[Request] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-
-    @property
-    def columns(self) -> tuple[list[Request], list[int]]:
-        return self.requests, self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +65,7 @@ class Scheduler:
         self._retracted = RetractedList()
         self._planner = Planner(config, self.placement, self._waiting, self._retracted, self._retract_row)
         self._in_flight: deque[ForwardOp] = deque()
-        self._outputs = Outputs()
+        self._intake = ResultIntake(config, self.placement, self._finish)
         self._step = 0
         self._plan_no = 0
         self._arrivals = 0
@@ -129,8 +115,7 @@ class Scheduler:
 
     def take_outputs(self) -> Outputs:
         """Everything accepted and ended since the last call."""
-        outputs, self._outputs = self._outputs, Outputs()
-        return outputs
+        return self._intake.take_outputs()
 
     # What clients ask
 
@@ -260,27 +245,9 @@ class Scheduler:
                 f"a result for step {result.step} of session {result.session_no} with {len(result.tokens)} rows came, "
                 f"{awaited} is awaited"
             )
-        failed = result.row_status is not None and bool(result.row_status.any())
-        wanted = op.sample & (result.row_status == RowStatus.OK) if failed else op.sample
-        out_of_range = wanted & ((result.tokens < 0) | (result.tokens >= self.config.vocab_size))
-        if out_of_range.any():
-            raise UnexpectedResultError(
-                f"step {op.step} returned {result.tokens[out_of_range][:8].tolist()}, which are no tokens"
-            )
+        wanted = self._intake.check(op, result)
         self._in_flight.popleft()
-        rows, tokens = self.placement.rows, result.tokens
-        indices = op.req_pool_indices
-        alive = rows.live_generation[indices] == op.row_generations
-        rows.num_outstanding[indices[alive]] -= 1
-        if not failed and alive.all() and op.sample.all():
-            ends = self._accept(indices, tokens, op.requests)
-        else:
-            good = alive & wanted
-            positions = np.flatnonzero(good).tolist()
-            ends = self._accept(indices[good], tokens[good], [op.requests[position] for position in positions])
-            self._complete_slowly(op, result, alive, wanted)
-        for request, stopped in ends:
-            self._finish(request, FinishReason.STOP if stopped else request.limit_reason)
+        self._intake.take(op, result, wanted)
 
     def reset(self, session_no: int) -> None:
         """The runtime's memory is gone: begin a new session.
@@ -313,49 +280,6 @@ class Scheduler:
         self._in_flight.append(op)
         return op
 
-    def _accept(self, indices: Int32Array, tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
-        """Append one token each to requests that still hold the row they ran in.
-
-        Returns those that end, each with whether a stop token ended it.
-        """
-        rows = self.placement.rows
-        values: list[int] = tokens.tolist()
-        for request, token in zip(requests, values, strict=True):
-            request.tokens.append(token)
-        rows.num_known[indices] += 1
-        stopped = (rows.stop_ids[indices] == tokens[:, None]).any(axis=1)
-        ended = stopped | (rows.num_known[indices] >= rows.limit_len[indices])
-        self._outputs.requests += requests
-        self._outputs.tokens += values
-        return [(requests[position], bool(stopped[position])) for position in np.flatnonzero(ended).tolist()]
-
-    def _complete_slowly(self, op: ForwardOp, result: StepResult, alive: BoolArray, wanted: BoolArray) -> None:
-        """Rows that failed, and rows whose request has left them since."""
-        for position in np.flatnonzero(~alive).tolist():
-            request = op.requests[position]
-            if request.state is State.FINISHED:
-                continue
-            request.num_outstanding -= 1
-            token = int(result.tokens[position])
-            if wanted[position]:
-                request.tokens.append(token)
-                self._outputs.requests.append(request)
-                self._outputs.tokens.append(token)
-                stopped = token in request.stop_ids
-                if stopped or len(request.tokens) >= request.limit_len:
-                    self._finish(request, FinishReason.STOP if stopped else request.limit_reason)
-        if result.row_status is None:
-            return
-        for position in np.flatnonzero(result.row_status).tolist():
-            request = op.requests[position]
-            if request.state is State.FINISHED:
-                continue
-            if result.row_status[position] == RowStatus.CLAMPED:
-                detail = f"its row reached the mirror's width of {self.config.max_pages_per_row} pages"
-                self._finish(request, FinishReason.LENGTH, detail)
-            else:
-                self._finish(request, FinishReason.FAILED, "the model's logits for this request were not finite")
-
     def _finish(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         before = request.state
         request.move(Event.FINISH, State.FINISHED)
@@ -366,15 +290,13 @@ class Scheduler:
             self._retracted.remove(request)
         else:
             placement = self.placement
-            if reason is FinishReason.FAILED:
-                publish = 0
-            elif reason is FinishReason.ABORT:
-                publish = placement.publishable_pages(request.row)
-            else:
-                publish = (len(request.tokens) - 1) // self.config.page_size
+            # What a look-ahead step writes for nothing lies beyond the pages before the last token.
+            publish = 0 if reason is FinishReason.FAILED else placement.publishable_pages(request.row)
+            if reason is not FinishReason.ABORT:
+                publish = min(publish, (len(request.tokens) - 1) // self.config.page_size)
             placement.leave(request.row, publish)
         del self.requests[request.request_id]
-        self._outputs.finished.append(request)
+        self._intake.outputs.finished.append(request)
 
     def _retract_row(self, row: int, in_plan: int | None = None) -> None:
         request: Request = self.placement.request_of_row[row]

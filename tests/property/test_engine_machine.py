@@ -20,7 +20,7 @@ from scheduler_service.core.errors import CacheInUseError, PromptTooLongError
 from scheduler_service.core.invariants import audit, audit_op, audit_writes
 from scheduler_service.core.ops import Cause, ForwardOp, StepResult
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.simulation import InProcessRuntime
+from scheduler_service.in_process_runtime import InProcessRuntime
 
 VOCAB_SIZE = 997
 

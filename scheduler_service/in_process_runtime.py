@@ -1,0 +1,75 @@
+"""The runtime's protocol half, mirror and fingerprint model in this process, for the simulator.
+
+The one place where the scheduler's package imports the runtime's, and only when a runtime is made: the scheduler's install
+has no torch.
+"""
+
+from __future__ import annotations
+
+from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.errors import PagemirrorError
+from scheduler_service.core.ops import ForwardOp, StepResult
+from scheduler_service.scenario import VOCAB_SIZE
+from scheduler_service.wire import op_to_proto, result_from_proto
+
+
+class RuntimeMissingError(PagemirrorError):
+    """The runtime's packages are not installed."""
+
+    def __init__(self, missing: str) -> None:
+        self.missing = missing
+        super().__init__(
+            f"simulate runs the runtime's mirror in this process and needs {missing}, which is not installed; "
+            "install pagemirror[runtime]"
+        )
+
+
+class InProcessRuntime:
+    """The runtime without its process: ops go in and results come out as the bytes of the wire."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        try:
+            import torch
+
+            from runtime_service.executors.fingerprint import FingerprintExecutor
+            from runtime_service.req_to_page import ReqToPage
+            from runtime_service.session import SessionState
+            from runtime_service.step_runner import StepRunner
+        except ModuleNotFoundError as error:
+            raise RuntimeMissingError(error.name or "torch") from error
+        torch.set_num_threads(1)
+        tail_only = config.refresh_policy is RefreshPolicy.TAIL_ONLY
+        limits = (config.max_rows, config.max_pages_per_row, config.num_pages, config.page_size)
+        self.mirror = ReqToPage(*limits, zero_fill=not tail_only)
+        self.model = FingerprintExecutor(config.num_pages, config.page_size)
+        self.model.poison()
+        session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only)
+        self._runner = StepRunner(session, self.mirror, self.model)
+        self._overlap_depth = config.overlap_depth
+        self._num_seen = 0
+
+    def open(self, session_no: int) -> None:
+        """Begin a session, as a scheduler's hello does."""
+        self._runner.open(1, session_no, self._overlap_depth)
+
+    def run(self, op: ForwardOp) -> StepResult | str:
+        """Execute one op; a refusal comes back as its text."""
+        from runtime_service.wire import op_from_proto, result_to_proto
+
+        sent = op_to_proto(op)
+        received = op_from_proto(type(sent).FromString(sent.SerializeToString()))
+        answer = self._runner.run(received)
+        if isinstance(answer, Exception):
+            return str(answer)
+        return result_from_proto(result_to_proto(answer).result, op.num_rows)
+
+    def row(self, row: int) -> list[int]:
+        """The valid part of one mirror row."""
+        entries: list[int] = self.mirror.row(row).tolist()
+        return entries
+
+    def new_violations(self) -> list[str]:
+        """What the model found wrong with the cells it has read since the last call."""
+        found = self.model.violations[self._num_seen :]
+        self._num_seen = len(self.model.violations)
+        return list(found)
