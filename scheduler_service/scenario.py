@@ -142,7 +142,7 @@ def parse_scenario(text: str, path: str) -> Scenario:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         plain = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else None
         raise ScenarioError(path, line, "", f"is no YAML: {getattr(error, 'problem', None) or error}") from error
@@ -194,9 +194,10 @@ def _event(entry: object, node: yaml.Node, path: str, index: int) -> Event:
     if action in _REQUEST_KEYS:
         # An id is the text that stands in the file, also where YAML would read a number or a truth value.
         value = _child(node, action)
-        if not isinstance(value, yaml.ScalarNode) or value.tag == "tag:yaml.org,2002:null":
-            raise ScenarioError(path, line, f"events[{index}].{action}", "must be a request's id")
-        entry = {**entry, action: value.value}
+        if value is not None:
+            if not isinstance(value, yaml.ScalarNode) or value.tag == "tag:yaml.org,2002:null":
+                raise ScenarioError(path, line, f"events[{index}].{action}", "must be a request's id")
+            entry = {**entry, action: value.value}
     event = _validate(_EVENT_TYPES[action], entry, node, path, ("events", index))
     if isinstance(event, ResetPrefixCache | RestartRuntime) and not entry[action]:
         raise ScenarioError(path, _line(node, (action,)), f"events[{index}].{action}", "must be true")

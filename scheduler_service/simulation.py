@@ -170,10 +170,8 @@ class Simulation:
     def _audit(self) -> None:
         for finding in audit(self.scheduler):
             self._report(f"step {self._step}: {finding}")
-        unsent = self.scheduler.placement.rows.unsent
         for row, (request, pages) in self.scheduler.rows().items():
-            if not unsent[row]:
-                self._compare(request.request_id, self.runtime.row(row), pages.tolist())
+            self._compare(request.request_id, self.runtime.row(row), pages.tolist())
 
     def _compare(self, name: str, mirror: list[int], pages: list[int]) -> None:
         if mirror == pages:
@@ -200,10 +198,9 @@ class Simulation:
             self.summary.violations.append(violation)
 
     def _describe(self, line: StepLine) -> None:
-        unsent = self.scheduler.placement.rows.unsent
         for row, (request, pages) in sorted(self.scheduler.rows().items()):
             line.rows[request.request_id] = pages.tolist()
-            line.mirror[request.request_id] = [] if unsent[row] else self.runtime.row(row)
+            line.mirror[request.request_id] = self.runtime.row(row)
         stats = self.scheduler.stats()
         line.free, line.cached, line.private = stats.free, stats.cached, stats.private
         for request in self.scheduler.requests.values():

@@ -63,6 +63,11 @@ class SchedulerConfig:
             self._require(key, 1, 2**31 - 1)
         for key in ("max_context", "max_waiting"):
             self._require(key, 0, 2**31 - 1)
+        for key in ("mixed", "prefix_cache"):
+            if not isinstance(getattr(self, key), bool):
+                raise ConfigError(key, getattr(self, key), "True or False")
+        if not isinstance(self.refresh_policy, RefreshPolicy):
+            raise ConfigError("refresh_policy", self.refresh_policy, "a RefreshPolicy")
         self._require("overlap_depth", 0, MAX_OVERLAP_DEPTH)
         if self.num_pages * self.page_size > 2**40:
             raise ConfigError("num_pages", self.num_pages, f"at most {2**40 // self.page_size} with page_size {self.page_size}")

@@ -56,8 +56,10 @@ class ResultIntake:
         """Rows whose token counts, [R].
 
         Raises:
-            UnexpectedResultError: one of them has no token of the vocabulary.
+            UnexpectedResultError: one of them has no token of the vocabulary, or the columns do not fit the op.
         """
+        if result.row_status is not None and len(result.row_status) != op.num_rows:
+            raise UnexpectedResultError(f"step {op.step} returned {len(result.row_status)} statuses for {op.num_rows} rows")
         wanted = op.sample
         if result.row_status is not None and result.row_status.any():
             wanted = wanted & (result.row_status == RowStatus.OK)

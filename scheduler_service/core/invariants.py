@@ -155,7 +155,7 @@ def _audit_tree(scheduler: Scheduler) -> Iterable[str]:
 
 def _audit_requests(scheduler: Scheduler) -> Iterable[str]:
     rows = scheduler.placement.rows
-    outstanding = Counter(request.request_id for op in scheduler._in_flight for request in op.requests)
+    outstanding = Counter(request for op in scheduler.ops_in_flight() for request in op.requests)
     for request in scheduler.requests.values():
         name = f"request {request.request_id!r}"
         if request.state is State.FINISHED:
@@ -165,8 +165,8 @@ def _audit_requests(scheduler: Scheduler) -> Iterable[str]:
             counted += int(rows.num_outstanding[request.row])
             if rows.num_known[request.row] != len(request.tokens) or rows.phase[request.row] != _PHASES[request.state]:
                 yield f"{name}: row {request.row} knows {rows.num_known[request.row]} tokens, the request {len(request.tokens)}"
-        if counted != outstanding[request.request_id]:
-            yield f"{name} counts {counted} ops in flight, there are {outstanding[request.request_id]}"
+        if counted != outstanding[request]:
+            yield f"{name} counts {counted} ops in flight, there are {outstanding[request]}"
         if len(request.tokens) >= request.limit_len:
             yield f"{name} has all its {request.limit_len} tokens, but is {request.state}"
     states = Counter(request.state for request in scheduler.requests.values())

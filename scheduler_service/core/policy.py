@@ -173,11 +173,7 @@ class Planner:
         return None
 
     def _retract(self, victim: int) -> None:
-        for index, extend in enumerate(self._choice.extends):
-            if extend.row == victim:
-                self._budget += extend.input_len
-                del self._choice.extends[index]
-                break
+        # Among the chosen only a decode row can be a victim: chunks are chosen in order, and no row ahead of the needy one is.
         self._drop_decodes([victim])
         self._retract_row(victim)
 

@@ -75,6 +75,7 @@ class RadixCache:
         self._serial = 0
         self.clock = 0
         self._roots: dict[str, Node] = {}
+        self.root()
         self._leaves: list[tuple[int, int, Node]] = []
         self.num_pages = 0
         self.num_locked = 0
@@ -92,7 +93,7 @@ class RadixCache:
         self._leaves.clear()
         self.num_pages = 0
         # A request that uses no cached page yet still holds its root.
-        self._roots = {namespace: root for namespace, root in self._roots.items() if root.locks}
+        self._roots = {namespace: root for namespace, root in self._roots.items() if root.locks or not namespace}
         for root in self._roots.values():
             root.children.clear()
         return np.concatenate(held) if held else _NOTHING
@@ -103,14 +104,11 @@ class RadixCache:
 
     def root(self, namespace: str = "") -> Node:
         """The root of one namespace. Namespaces share no pages."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(None, _NOTHING, _NOTHING, 0, self._next_serial(), namespace)
-        return root
+        return self._roots.setdefault(namespace, self._find_root(namespace))
 
     def match_prefix(self, tokens: Int32Array, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens`, in whole pages. May split a node; locks nothing and refreshes no age."""
-        node, parts, evictable = self.root(namespace), [], 0
+        node, parts, evictable = self._find_root(namespace), [], 0
         position = 0
         while (child := node.children.get(self._key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
@@ -184,6 +182,8 @@ class RadixCache:
                 self.num_locked += len(current.pages)
             current.locks += 1
             current.last_use = self.clock
+            if current.parent is None:
+                self._roots.setdefault(current.namespace, current)
             current = current.parent
 
     def unlock(self, node: Node) -> None:
@@ -257,6 +257,11 @@ class RadixCache:
             current = current.parent
         return np.concatenate(parts[::-1])
 
+    def _find_root(self, namespace: str) -> Node:
+        """The root of a namespace; a new one is not kept before something holds on to it, since clients choose the names."""
+        root = self._roots.get(namespace)
+        return root if root is not None else Node(None, _NOTHING, _NOTHING, 0, self._next_serial(), namespace)
+
     def _key(self, tokens: Int32Array, position: int) -> bytes:
         page = tokens[position : position + self.page_size]
         return page.tobytes() if len(page) == self.page_size else b""
@@ -290,7 +295,6 @@ class RadixCache:
             self._enqueue(parent)
 
     def _drop_root_if_empty(self, root: Node) -> None:
-        """Clients choose namespaces: one that holds nothing must not stay in memory."""
         if root.namespace and not root.children and not root.locks:
             self._roots.pop(root.namespace, None)
 

@@ -157,7 +157,7 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     tokens = prompt if isinstance(prompt, np.ndarray) else np.array(list(prompt), dtype=object)
     if tokens.dtype == object or not np.issubdtype(tokens.dtype, np.integer):
         for position, token in enumerate(tokens.tolist()):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < config.vocab_size:
                 raise BadTokenError(request_id, position, token, config.vocab_size)
     bad = (tokens < 0) | (tokens >= config.vocab_size)
     if bad.any():
@@ -184,6 +184,7 @@ def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> t
     by_row = config.max_pages_per_row * config.page_size - prompt_len + 1
     by_pool = config.num_pages * config.page_size - prompt_len + 1
     by_context = config.max_context - prompt_len if config.max_context else max_tokens
+    by_row = min(by_row, _INT32_MAX - prompt_len)  # lengths are int32
     limit = min(max_tokens, by_row, by_pool, by_context)
     pool_alone = limit < max_tokens and limit < min(by_row, by_context)
     return limit, FinishReason.CAPACITY if pool_alone else FinishReason.LENGTH

@@ -76,6 +76,10 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    def ops_in_flight(self) -> list[ForwardOp]:
+        """Ops whose results are awaited, the oldest first."""
+        return list(self._in_flight)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for their first admission."""
