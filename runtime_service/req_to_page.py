@@ -88,9 +88,9 @@ class ReqToPage:
 
         Rows of `released_rows` are emptied first. A row with `full_refresh` is rewritten from logical page 0 with its whole
         `row_len` pages, whatever its size says; another takes its `size` pages at `begin`. What a row held beyond its new
-        length is cleared. A row wider than the mirror keeps the part that fits: a warning names it (with its request id from
-        `request_ids`, where there is one), `num_clamped` counts it, and its surplus pages are skipped, so that the pages of
-        later rows are still found where they are.
+        length is cleared. A row wider than the mirror keeps the part that fits: a warning names it when it becomes so (with its
+        request id from `request_ids`, where there is one), `num_clamped` counts it every time, and its surplus pages are
+        skipped, so that the pages of later rows are still found where they are.
 
         The caller has checked what the op means (session, leases, gaps, page ids, each row at most once). Checked here, before
         anything is written, is what would corrupt memory: ColumnTypeError for a column that is no exact int32 (64-bit columns
@@ -138,11 +138,13 @@ class ReqToPage:
 
         self.row_lens[released] = 0
         self.valid_lens[released] = 0
-        self.row_lens[rows] = row_lens
-        self.valid_lens[rows] = valid_lens
         wider = row_lens > width
         if wider.any():
-            self._report_clamped(rows[wider], row_lens[wider], request_ids or {})
+            self.num_clamped += int(wider.sum())
+            newly = wider & (self.row_lens[rows] <= width)  # a row that goes on growing is not worth a line a token
+            self._warn_of_clamped(rows[newly], row_lens[newly], request_ids or {})
+        self.row_lens[rows] = row_lens
+        self.valid_lens[rows] = valid_lens
         return wider
 
     def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -171,8 +173,7 @@ class ReqToPage:
         max_write_len = int((columns[5] - columns[4]).max())
         mirror_apply(self.table, self._staging.upload(), num_staged, max_write_len)
 
-    def _report_clamped(self, rows: Int32Array, row_lens: Int32Array, request_ids: Mapping[int, str]) -> None:
-        self.num_clamped += len(rows)
+    def _warn_of_clamped(self, rows: Int32Array, row_lens: Int32Array, request_ids: Mapping[int, str]) -> None:
         for row, row_len in zip(rows.tolist(), row_lens.tolist(), strict=True):
             log.warning(
                 "row is wider than the mirror, its surplus pages are left out",

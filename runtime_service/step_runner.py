@@ -76,8 +76,7 @@ class StepRunner:
         try:
             result = self._execute(op)
         except Exception as error:
-            out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            code = RefusalCode.OUT_OF_MEMORY if out_of_memory else RefusalCode.STEP_FAILED
+            code = RefusalCode.OUT_OF_MEMORY if (out_of_memory := _is_out_of_memory(error)) else RefusalCode.STEP_FAILED
             log.exception("step failed", session_no=op.session_no, step=op.step, code=code.name, num_rows=op.num_rows)
             # The peer learns which step it was and no more; the traceback is in our log.
             what = "not enough memory for" if out_of_memory else "an error inside the runtime during"
@@ -141,3 +140,8 @@ class StepRunner:
         self.mirror.reset()
         self.executor.reset()
         self._last_tokens.zero_()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # Torch's allocator for the CPU raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -39,9 +39,11 @@ class RuntimeServiceStub:
 
     Status codes with which the stream ends:
       OK                   the scheduler half-closed it and every op was answered
-      INVALID_ARGUMENT     the first message is no hello, or a later message is empty
+      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
+                           hello's epoch or session_no is 0 or its overlap_depth above 2
       FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
-                           or another scheduler's stream is alive
+                           another scheduler's stream is alive, or a session_no is not higher than the last one (both
+                           numbers in the message)
       ABORTED              a newer session of the same scheduler took over
       RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
       UNAVAILABLE          the runtime is shutting down
@@ -64,9 +66,11 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
 
     Status codes with which the stream ends:
       OK                   the scheduler half-closed it and every op was answered
-      INVALID_ARGUMENT     the first message is no hello, or a later message is empty
+      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
+                           hello's epoch or session_no is 0 or its overlap_depth above 2
       FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
-                           or another scheduler's stream is alive
+                           another scheduler's stream is alive, or a session_no is not higher than the last one (both
+                           numbers in the message)
       ABORTED              a newer session of the same scheduler took over
       RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
       UNAVAILABLE          the runtime is shutting down
@@ -92,9 +96,11 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Status codes with which the stream ends:
           OK                   the scheduler half-closed it and every op was answered
-          INVALID_ARGUMENT     the first message is no hello, or a later message is empty
+          INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
+                               hello's epoch or session_no is 0 or its overlap_depth above 2
           FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
-                               or another scheduler's stream is alive
+                               another scheduler's stream is alive, or a session_no is not higher than the last one (both
+                               numbers in the message)
           ABORTED              a newer session of the same scheduler took over
           RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
           UNAVAILABLE          the runtime is shutting down
