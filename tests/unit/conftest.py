@@ -20,6 +20,7 @@ from scheduler_service.core.invariants import audit_op, audit_writes, check
 from scheduler_service.core.ops import NO_TOKEN, ForwardOp, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import PoolStats, Scheduler
+from scheduler_service.core.states import State
 
 VOCAB_SIZE = 997
 
@@ -177,6 +178,17 @@ class Driver:
         assert not self.scheduler.has_work, f"no end after {max_steps} steps: {self.scheduler.requests}"
         self.audit()
 
+    def bring(self, state: State) -> None:
+        """Submit A, five tokens in chunks of at most two, and bring it to `state` with nothing in flight."""
+        self.submit("A", [1, 2, 3, 4, 5], 4)
+        steps = {State.SUBMITTED: 0, State.PREFILLING: 1, State.PREFILL_DONE: 3, State.DECODING: 4, State.RETRACTED: 4}
+        for _ in range(steps[state]):
+            self.plan()
+            self.complete()
+        if state is State.RETRACTED:
+            self.retract("A")
+        assert self.requests["A"].state is state
+
     def abort(self, name: str) -> None:
         self.scheduler.abort(name)
         self.collect()
@@ -211,6 +223,14 @@ class Driver:
         for row, (_, pages) in self.scheduler.rows().items():
             if not unsent[row]:
                 assert self.runtime.mirror[row] == pages.tolist()
+
+    def expect_clean(self, num_pages: int) -> None:
+        """Nobody is left, nothing is private or locked, and every page can be granted."""
+        scheduler, placement = self.scheduler, self.scheduler.placement
+        assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_retracted, scheduler.num_in_flight) == (0, 0, 0, 0)
+        assert (scheduler.requests, self.stats.private, placement.cache.num_locked) == ({}, 0, 0)
+        assert placement.num_available == num_pages
+        assert sorted(placement.rows.free_rows()) == list(range(1, self.config.max_rows + 1))
 
     @property
     def rows(self) -> dict[str, list[int]]:
@@ -276,7 +296,7 @@ def drive(make_config: Callable[..., SchedulerConfig]) -> Callable[..., Driver]:
     return lambda **options: Driver(make_config(**options))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def definition() -> Callable[[Sequence[int], int], list[int]]:
     """The tokens that the fingerprint model returns for a prompt, by its definition."""
 
