@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from runtime_service.ops import ForwardOp, RefusalCode, SamplingParams
-
-MAX_TEMPERATURE = 100.0
-MAX_SEED = 2**64 - 1
+from runtime_service.ops import ForwardOp, LeaseStart, RefusalCode
+from runtime_service.sampling_checks import greedy_only_error, sampling_error
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -44,6 +42,7 @@ class Limits:
     num_pages: int
     page_size: int
     vocab_size: int
+    greedy_only: bool = False  # the model computes its tokens: it cannot honour sampling parameters
 
 
 def check_columns(op: ForwardOp, limits: Limits) -> None:
@@ -152,28 +151,26 @@ def check_lease_starts(op: ForwardOp, limits: Limits) -> dict[int, str]:
         if row in started:
             raise Fault(RefusalCode.MALFORMED, row, "two lease starts for one row")
         started[row] = lease.request_id
-        if wrong := sampling_error(lease.sampling, lease.prompt_len):
+        if wrong := sampling_error(lease.sampling, lease.prompt_len, limits.vocab_size):
+            raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
+        if limits.greedy_only and (wrong := greedy_only_error(lease.sampling)):
             raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
         for token in lease.stop_ids:
             if not 0 <= token < limits.vocab_size:
                 raise Fault(RefusalCode.TOKEN_OUT_OF_RANGE, row, f"stop id {token} is outside [0, {limits.vocab_size})")
+        if lease.history or lease.sampling.has_penalty:
+            _check_history(op, lease, limits)
     return started
 
 
-def sampling_error(sampling: SamplingParams, prompt_len: int) -> str:
-    """What is wrong with these parameters, with value and range; empty when nothing is. NaN is in no range."""
-    if not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
-        return f"temperature {sampling.temperature} is outside [0, {MAX_TEMPERATURE:g}]"
-    if sampling.top_k is not None and sampling.top_k < 1:
-        return f"top_k {sampling.top_k} is below 1"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p {sampling.top_p} is outside (0, 1]"
-    if not 0.0 <= sampling.min_p <= 1.0:
-        return f"min_p {sampling.min_p} is outside [0, 1]"
-    if not 0 <= sampling.seed <= MAX_SEED:
-        return f"seed {sampling.seed} is outside [0, 2^64)"
-    if sampling.min_new_tokens < 0:
-        return f"min_new_tokens {sampling.min_new_tokens} is below 0"
-    if sampling.min_new_tokens > 0 and prompt_len < 1:
-        return f"min_new_tokens {sampling.min_new_tokens} needs prompt_len, which is {prompt_len}"
-    return ""
+def _check_history(op: ForwardOp, lease: LeaseStart, limits: Limits) -> None:
+    """Raise a `Fault` unless `history` is what it should be: all computed tokens where a penalty is on, else nothing."""
+    row = lease.req_pool_index
+    tokens = np.frombuffer(lease.history, dtype="<i4")
+    expected = int(op.num_computed[op.req_pool_indices == row][0]) if lease.sampling.has_penalty else 0
+    if len(tokens) != expected:
+        why = f"num_computed is {expected}" if lease.sampling.has_penalty else "no penalty is on"
+        raise Fault(RefusalCode.MALFORMED, row, f"history has {len(tokens)} tokens, {why}")
+    bad = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
+    if len(bad):
+        raise Fault(RefusalCode.TOKEN_OUT_OF_RANGE, row, f"history token {bad[0]} is outside [0, {limits.vocab_size})")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 """Entry of `StepResult.tokens` for a row that sampled nothing."""
@@ -61,6 +62,16 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    num_logprobs: int | None = None  # None: no log probabilities
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens so far matter."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 GREEDY = SamplingParams()
@@ -76,6 +87,7 @@ class LeaseStart:
     stop_ids: tuple[int, ...] = ()
     prompt_len: int = 0
     traceparent: str = ""
+    history: bytes = b""  # packed little-endian int32: tokens [0, num_computed) where a penalty is on
 
 
 @dataclass(slots=True)
@@ -112,3 +124,6 @@ class StepResult:
     step: int
     tokens: Int32Array  # [R], NO_TOKEN where the row sampled nothing
     row_status: npt.NDArray[np.uint8]  # [R], RowStatus
+    logprobs: Float32Array | None = None  # [R], not-a-number where the row did not ask; None: no row asked
+    top_tokens: Int32Array | None = None  # [R, K], NO_TOKEN beyond what a row asked for
+    top_logprobs: Float32Array | None = None  # [R, K], not-a-number beyond what a row asked for

@@ -1,19 +1,27 @@
-"""Choosing tokens from logits: greedy, or temperature, then top-k, top-p, min-p, with a seed for each request.
+"""Choosing tokens from logits: bias, penalties, minimum length; then the greatest, or a draw with a seed for each request.
 
 A draw must not depend on who else is in the batch, nor on how often the request was retracted. It therefore takes its random
 numbers from a function of (seed, absolute position, token id) instead of from a generator with state: splitmix64 (Steele, Lea,
 Flood, 2014) as a counter-based hash. It uses them as Gumbel noise: the token with the greatest `logit / temperature + noise` is
 a draw from the softmax (Gumbel, 1954; Maddison et al., 2014). Noise that belongs to a token id, not to a rank or an interval,
 also means that the last digits of logits, which do depend on the batch, change a draw only where two scores all but tie.
+
+One number per row says what its request asked for, so a batch in which nobody asked for anything is one `max`.
 """
 
 from __future__ import annotations
+
+from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime_service.ops import GREEDY, Int32Array, LeaseStart
+from runtime_service.forward_batch import ForwardBatch
+from runtime_service.logprobs import Logprobs, compute_logprobs
+from runtime_service.ops import Int32Array, LeaseStart, SamplingParams
+from runtime_service.penalties import PenaltyCounts
+from runtime_service.upload import upload
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -67,11 +75,45 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-class Sampler:
-    """Sampling parameters of every row, and the choice of one token per row of a batch."""
+class Feature(IntFlag):
+    """What a row's request asks for besides the greatest logit."""
 
-    def __init__(self, max_rows: int) -> None:
+    RANDOM = 1
+    BIAS = 2
+    PENALTY = 4
+    MINIMUM = 8
+    LOGPROBS = 16
+
+    @classmethod
+    def of(cls, lease: LeaseStart) -> Feature:
+        """What one lease asks for."""
+        params = lease.sampling
+        feature = cls(0)
+        if params.temperature > 0:
+            feature |= cls.RANDOM
+        if params.logit_bias:
+            feature |= cls.BIAS
+        if params.has_penalty:
+            feature |= cls.PENALTY
+        if params.min_new_tokens and lease.stop_ids:
+            feature |= cls.MINIMUM
+        if params.num_logprobs is not None:
+            feature |= cls.LOGPROBS
+        return feature
+
+
+class Sampler:
+    """Sampling parameters of every row, and the choice of one token per row of a batch.
+
+    Args:
+        max_rows: row numbers are 1 ... max_rows.
+        vocab_size: width of the logits.
+        device: where they lie.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         size = max_rows + 1
+        self._features: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self._temperature = np.zeros(size)
         self._top_k: Int64Array = np.zeros(size, dtype=np.int64)
         self._top_p = np.ones(size)
@@ -80,40 +122,69 @@ class Sampler:
         # Position from which the row's stop ids may be sampled.
         self._stop_from: Int64Array = np.zeros(size, dtype=np.int64)
         self._stop_ids: dict[int, Int64Array] = {}
+        self._bias: dict[int, tuple[Int64Array, npt.NDArray[np.float32]]] = {}  # token ids and what is added to their logits
+        self._num_logprobs: Int64Array = np.full(size, -1, dtype=np.int64)
+        self.penalties = PenaltyCounts(max_rows, vocab_size, device)
+        """Holds no memory until a request has a penalty."""
 
     def start_leases(self, leases: list[LeaseStart]) -> None:
         """Takes the parameters of the requests that begin a lease."""
         for lease in leases:
             row, params = lease.req_pool_index, lease.sampling
+            self._forget(row)
+            feature = Feature.of(lease)
+            self._features[row] = feature
             self._temperature[row] = params.temperature
             # Beyond any vocabulary where there is no limit.
             self._top_k[row] = np.iinfo(np.int64).max if params.top_k is None else params.top_k
             self._top_p[row] = params.top_p
             self._min_p[row] = params.min_p
             self._seed[row] = np.uint64(params.seed)
-            self._stop_ids.pop(row, None)
-            self._stop_from[row] = 0
-            if params.min_new_tokens and lease.stop_ids:
+            self._num_logprobs[row] = -1 if params.num_logprobs is None else params.num_logprobs
+            if feature & Feature.MINIMUM:
                 self._stop_from[row] = lease.prompt_len + params.min_new_tokens
                 self._stop_ids[row] = np.asarray(lease.stop_ids, dtype=np.int64)
+            if feature & Feature.BIAS:
+                self._bias[row] = _bias_columns(params)
+        penalised = [lease for lease in leases if lease.sampling.has_penalty]
+        if penalised:
+            self.penalties.start_leases(penalised)
 
     def release_rows(self, rows: Int32Array) -> None:
         """Forgets these rows: they are greedy until their next lease."""
-        self._temperature[rows] = GREEDY.temperature
-        self._stop_from[rows] = 0
-        if self._stop_ids:
+        if self._features[rows].any():
             for row in rows.tolist():
-                self._stop_ids.pop(row, None)
+                self._forget(row)
 
     def reset(self) -> None:
         """Forgets all rows."""
-        self._temperature[:] = GREEDY.temperature
-        self._stop_from[:] = 0
+        self._features[:] = 0
         self._stop_ids.clear()
+        self._bias.clear()
+        self.penalties.reset()
+
+    def _forget(self, row: int) -> None:
+        self._features[row] = 0
+        self._stop_ids.pop(row, None)
+        self._bias.pop(row, None)
+
+    def count_inputs(self, batch: ForwardBatch) -> None:
+        """Counts the known tokens that a step computes, for penalties; comes before the step's `choose`."""
+        if batch.num_extend_rows:
+            penalised = self._features[batch.host_rows[: batch.num_extend_rows]] & Feature.PENALTY != 0
+            if penalised.any():
+                self.penalties.count_inputs(batch, penalised)
 
     def sample(
         self, logits: torch.Tensor, rows: npt.NDArray[np.integer], positions: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`choose` without log probabilities."""
+        tokens, finite, _ = self.choose(logits, rows, positions)
+        return tokens, finite
+
+    def choose(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.integer], positions: Int64Array
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         """Chooses one token for each row; rows are independent of each other, bit for bit given the same logits.
 
         Args:
@@ -123,43 +194,79 @@ class Sampler:
                 before it.
 
         Returns:
-            Tokens int64 [N], and bool [N] whether all logits of the row were finite. The token of a row that has logits that
-            are not means nothing.
+            Tokens int64 [N]; bool [N] whether all logits of the row were finite; and log probabilities, None when no row
+            asked. What is said of a row that has logits that are not finite means nothing. Log probabilities are those of the
+            logits after bias and penalties, before stop ids are left out and before temperature and truncation.
         """
-        low, high = torch.aminmax(logits, dim=-1)  # both are not-a-number where any logit is
-        finite = torch.isfinite(low) & torch.isfinite(high)
-        waiting = np.flatnonzero(positions < self._stop_from[rows])
-        if len(waiting):
-            logits = self._without_stop_ids(logits, rows, waiting)
-        tokens = logits.argmax(dim=-1)  # the first of equal ones
-        random = self._temperature[rows] > 0
-        if random.any():
+        features = self._features[rows]
+        present = int(np.bitwise_or.reduce(features)) if len(features) else 0
+        given = logits
+        # One pass for the greedy choice (the first of equal ones) and half of the check: on a CPU `argmax` and `aminmax` take
+        # several times as long each. Both bounds are not-a-number where any logit is.
+        high, greatest = logits.max(dim=-1)
+        finite = torch.isfinite(high) & torch.isfinite(logits.amin(dim=-1))
+        if present & Feature.BIAS:
+            logits = self._with_bias(logits, rows, np.flatnonzero(features & Feature.BIAS))
+        penalised = np.flatnonzero(features & Feature.PENALTY) if present & Feature.PENALTY else None
+        if penalised is not None:
+            index = upload(penalised, logits.device)
+            changed = self.penalties.apply(logits[index], rows[penalised].astype(np.int64))
+            logits = logits.index_copy(0, index, changed)
+        model_logits = logits
+        if present & Feature.MINIMUM:
+            waiting = np.flatnonzero((features & Feature.MINIMUM != 0) & (positions < self._stop_from[rows]))
+            if len(waiting):
+                logits = self._without_stop_ids(logits, rows, waiting)
+        tokens = greatest if logits is given else logits.argmax(dim=-1)
+        if present & Feature.RANDOM:
+            random = features & Feature.RANDOM != 0
             truncated = (self._top_k[rows] < logits.shape[1]) | (self._top_p[rows] < 1)
             for group in (np.flatnonzero(random & ~truncated), np.flatnonzero(random & truncated)):
                 if len(group):
-                    index = torch.from_numpy(group).to(logits.device)
+                    index = upload(group, logits.device)
                     tokens[index] = self._draw(logits[index], rows[group], positions[group], bool(truncated[group[0]]))
-        return tokens, finite
+        if penalised is not None:
+            index = upload(penalised, logits.device)
+            self.penalties.count_sampled(rows[penalised].astype(np.int64), positions[penalised], tokens[index], finite[index])
+        asking = np.flatnonzero(features & Feature.LOGPROBS) if present & Feature.LOGPROBS else None
+        return tokens, finite, None if asking is None else self._logprobs(model_logits, tokens, rows, asking)
+
+    def _with_bias(self, logits: torch.Tensor, rows: npt.NDArray[np.integer], biased: Int64Array) -> torch.Tensor:
+        """A copy of the logits with the bias of the `biased` ones of the rows added."""
+        columns = [self._bias[int(rows[i])] for i in biased]
+        where = np.repeat(biased, [len(ids) for ids, _ in columns])
+        index = upload(np.stack((where, np.concatenate([ids for ids, _ in columns]))), logits.device)
+        values = upload(np.concatenate([bias for _, bias in columns]), logits.device)
+        return logits.index_put((index[0], index[1]), logits[index[0], index[1]] + values)
+
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: npt.NDArray[np.integer], asking: Int64Array
+    ) -> Logprobs:
+        """Log probabilities of the `asking` ones of the rows."""
+        num_top = self._num_logprobs[rows[asking]]
+        index, device_num_top = upload(np.stack((asking, num_top)), logits.device)
+        found = compute_logprobs(logits[index], tokens[index], device_num_top, int(num_top.max()))
+        return found if len(asking) == len(rows) else found.spread(index, len(rows))
 
     def _without_stop_ids(self, logits: torch.Tensor, rows: npt.NDArray[np.integer], waiting: Int64Array) -> torch.Tensor:
         """A copy of the logits in which the `waiting` ones of the rows cannot choose a stop id."""
         stop_ids = [self._stop_ids[int(rows[i])] for i in waiting]
         where = np.repeat(waiting, [len(ids) for ids in stop_ids])
-        index = torch.from_numpy(np.stack((where, np.concatenate(stop_ids)))).to(logits.device)
-        return logits.index_put((index[0], index[1]), logits.new_tensor(-torch.inf))
+        index = upload(np.stack((where, np.concatenate(stop_ids))), logits.device)
+        return logits.index_put((index[0], index[1]), logits.new_full((), -torch.inf))
 
     def _draw(
         self, logits: torch.Tensor, rows: npt.NDArray[np.integer], positions: Int64Array, truncated: bool
     ) -> torch.Tensor:
         """One random token per row, int64 [N]; `truncated`: some row has top-k or top-p, which need the logits in order."""
         device = logits.device
-        keys = torch.from_numpy(stream_keys(self._seed[rows], positions)).to(device)
-        top_k = torch.from_numpy(self._top_k[rows]).to(device)[:, None]
+        keys = upload(stream_keys(self._seed[rows], positions), device)
+        top_k = upload(self._top_k[rows], device)[:, None]
         with np.errstate(divide="ignore"):
             floats = np.stack(
                 (np.maximum(self._temperature[rows], _MIN_TEMPERATURE), self._top_p[rows], np.log(self._min_p[rows]))
             )
-        temperature, top_p, log_min_p = torch.from_numpy(floats).to(device)[:, :, None].unbind()
+        temperature, top_p, log_min_p = upload(floats, device)[:, :, None].unbind()
         # Relative to the best one, so that a small temperature cannot overflow; that is also what min-p is relative to.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()
         if not truncated:
@@ -179,3 +286,9 @@ class Sampler:
             scaled, token_ids, kept = scaled[:, :longest], token_ids[:, :longest], kept[:, :longest]
         scores = (scaled + gumbel_noise(keys, token_ids)).masked_fill_(~kept, -torch.inf)
         return token_ids.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _bias_columns(params: SamplingParams) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+    """Token ids int64 and biases float32 of a request."""
+    ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+    return ids, np.array([bias for _, bias in params.logit_bias], dtype=np.float32)

@@ -43,7 +43,8 @@ class SessionState:
     """One runtime's protocol state; at most one session at a time.
 
     `lenient` is for `simulate`'s broken `tail_only` policy alone: gap, lease, generation and contiguity rules are off, and a
-    tail page is not compared with the pages the row already holds.
+    tail page is not compared with the pages the row already holds. `greedy_only`: the model has no logits, so sampling
+    parameters that would need them are refused.
 
     Memory: a bit for each (row, page), so that a tail update that repeats an earlier page of its row is noticed without
     reading the row.
@@ -58,8 +59,9 @@ class SessionState:
         vocab_size: int,
         *,
         lenient: bool = False,
+        greedy_only: bool = False,
     ) -> None:
-        self.limits = Limits(max_rows, max_pages_per_row, num_pages, page_size, vocab_size)
+        self.limits = Limits(max_rows, max_pages_per_row, num_pages, page_size, vocab_size, greedy_only)
         self.lenient = lenient
         self.scheduler_epoch = 0
         self.session_no = 0
@@ -143,7 +145,7 @@ class SessionState:
         Raises Refusal, and the session is broken from then on; no row has changed.
         """
         if self.broken_by is not None:
-            raise self._skipped(op.session_no, op.step)
+            raise self.skipped(op)
         try:
             self._check_session(op.session_no)
             if op.step != self.last_step + 1:
@@ -184,8 +186,15 @@ class SessionState:
         self._results.append(result)
 
     def fail(self, op: ForwardOp, code: RefusalCode, detail: str) -> Refusal:
-        """The op was valid but executing it failed: breaks the session; returns what to answer."""
+        """The op was valid but executing it failed: breaks the session; returns what to answer.
+
+        The failure may become known after a later op was refused; it is then the cause of everything that follows it.
+        """
         return self._break(Refusal(code, detail=detail, session_no=op.session_no, step=op.step))
+
+    def skipped(self, op: ForwardOp) -> Refusal:
+        """What to answer to an op that follows a refused or failed one."""
+        return self._skipped(op.session_no, op.step)
 
     def lease_rows(self) -> Int64Array:
         """Row numbers that have a lease, ascending."""

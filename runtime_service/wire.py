@@ -27,6 +27,7 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 _EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 _EMPTY_BOOL: BoolArray = np.empty(0, dtype=np.bool_)
 _BIG_ENDIAN_HOST = sys.byteorder == "big"
@@ -123,16 +124,33 @@ def _lease_start_from_proto(message: forward_pb2.LeaseStart) -> LeaseStart:
             min_p=sampling.min_p,
             seed=sampling.seed,
             min_new_tokens=sampling.min_new_tokens,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple((entry.token, entry.bias) for entry in sampling.logit_bias),
+            num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         ),
         stop_ids=tuple(int32_column(message.stop_ids, "lease_starts.stop_ids").tolist()),
         prompt_len=message.prompt_len,
         traceparent=message.traceparent,
+        history=_whole_int32s(message.history, "lease_starts.history"),
     )
+
+
+def _whole_int32s(data: bytes, name: str) -> bytes:
+    int32_column(data, name)
+    return data
 
 
 def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
     """The answer to an op that was executed. The status column is left out when every row is fine."""
     message = forward_pb2.StepResult(session_no=result.session_no, step=result.step, tokens=to_bytes(result.tokens))
+    if result.logprobs is not None:
+        message.logprobs = to_bytes(result.logprobs, _FLOAT32)
+        if result.top_tokens is not None and result.top_logprobs is not None and result.top_tokens.shape[1]:
+            message.num_top = result.top_tokens.shape[1]
+            message.top_tokens = to_bytes(result.top_tokens)
+            message.top_logprobs = to_bytes(result.top_logprobs, _FLOAT32)
     if result.row_status.any():
         message.row_status = to_bytes(result.row_status, np.dtype(np.uint8))
     return runtime_pb2.ExecuteResponse(result=message)

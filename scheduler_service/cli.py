@@ -51,6 +51,7 @@ app.command(
         "pagemirror generate --tokens 1,2,3 --max-tokens 6",
         'pagemirror generate --prompt "The capital of France is" --max-tokens 20',
         'pagemirror generate --chat --prompt "Write a haiku." --temperature 0.8 --seed 7 --max-tokens 60',
+        'pagemirror generate --prompt "The capital of France is" --logprobs 3 --json',
     )
 )
 def generate(
@@ -69,6 +70,20 @@ def generate(
         float | None, typer.Option(help="Leave out tokens below this share of the best one's probability.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divide logits of tokens that occurred by this, multiply negative ones.")
+    ] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Take this from logits of tokens in the output.")] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Take this from a token's logit for each time it is in the output.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID:BIAS", help="Add BIAS to the logit of token ID; may be repeated.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show each token's log probability, and the N most probable tokens', on stderr.")
+    ] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Do not sample stop ids before so many tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Token ids that end the output; may be repeated.")] = None,
     ignore_default_stop: Annotated[
         bool, typer.Option("--ignore-default-stop", help="Go on past the model's own stop ids.")
@@ -79,6 +94,7 @@ def generate(
     namespace: Annotated[str, typer.Option(help="Share cached pages only within this namespace.")] = "",
     max_queue_wait_ms: Annotated[int | None, typer.Option(help="Give up when not admitted within this time.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on stderr how the request ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per token, and one for the end.")] = False,
 ) -> None:
     """Stream tokens or text from a running scheduler."""
     if (tokens is None) == (prompt is None):
@@ -96,6 +112,12 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _logit_bias(logit_bias or []),
+        "num_logprobs": logprobs,
+        "min_new_tokens": min_new_tokens,
         "stop_token_ids": stop_ids,
         "ignore_default_stop_ids": ignore_default_stop,
         "priority": priority,
@@ -106,7 +128,14 @@ def generate(
     }
     raise typer.Exit(
         cli_client.generate(
-            target, tokens=token_ids, prompt=prompt, chat=chat, tokenizer=tokenizer, show_stats=stats, options=options
+            target,
+            tokens=token_ids,
+            prompt=prompt,
+            chat=chat,
+            tokenizer=tokenizer,
+            show_stats=stats,
+            as_json=as_json,
+            options=options,
         )
     )
 
@@ -194,6 +223,20 @@ def _token_ids(option: str, text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise typer.BadParameter(f"{option} takes whole numbers separated by commas, not {text!r}") from None
+
+
+def _logit_bias(entries: list[str]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for entry in entries:
+        token, _, bias = entry.partition(":")
+        try:
+            token_id, value = int(token), float(bias)
+        except ValueError:
+            raise typer.BadParameter(f"--logit-bias takes ID:BIAS, as in 42:-5, not {entry!r}") from None
+        if token_id in found:
+            raise typer.BadParameter(f"--logit-bias names token {token_id} twice")
+        found[token_id] = value
+    return found
 
 
 if __name__ == "__main__":

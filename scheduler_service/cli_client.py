@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scheduler_service.client import Client, ClientRows, Ending, RpcFailedError
+from scheduler_service.client import Client, ClientRows, Ending, Piece, RpcFailedError
 from scheduler_service.text import TextCodec, TextError, load_codec
 
 
 class _Output:
     """Stdout, and whether the cursor stands at the start of a line."""
 
-    def __init__(self) -> None:
+    def __init__(self, as_json: bool = False) -> None:
+        self.as_json = as_json
         self._in_line = False
 
     def write(self, text: str) -> None:
@@ -35,6 +36,37 @@ class _Output:
         if self._in_line:
             self.write("\n")
 
+    def show(self, piece: Piece, words: list[str], *, is_text: bool) -> None:
+        """The tokens of a piece: as JSON, or their words on stdout with log probabilities, where asked for, on stderr.
+
+        `words` has what is written for each token: a piece of text, or the token id after a separator.
+        """
+        for index, (token, word) in enumerate(zip(piece.tokens, words, strict=True)):
+            if self.as_json:
+                text = {"text": word} if is_text else {}
+                self.write(json.dumps({"token": token} | text | _logprobs(piece, index)) + "\n")
+                continue
+            self.write(word)
+            if piece.logprobs:
+                name = f"{token} {word!r}" if is_text else str(token)
+                top = ", ".join(f"{other} {value:.4f}" for other, value in piece.top_logprobs[index] if other >= 0)
+                print(f"{name}: {piece.logprobs[index]:.4f}{' | ' + top if top else ''}", file=sys.stderr)
+
+    def finish(self, rest: str, ending: Ending | None) -> None:
+        """What is left of the text, and the end of the line, or of the JSON."""
+        if not self.as_json:
+            self.write(rest)
+            self.end_line()
+        elif ending is not None:
+            self.write(json.dumps(({"text": rest} if rest else {}) | asdict(ending)) + "\n")
+
+
+def _logprobs(piece: Piece, index: int) -> dict[str, Any]:
+    if not piece.logprobs:
+        return {}
+    top = [{"token": token, "logprob": value} for token, value in piece.top_logprobs[index] if token >= 0]
+    return {"logprob": piece.logprobs[index], "top_logprobs": top}
+
 
 def generate(
     target: str,
@@ -44,10 +76,11 @@ def generate(
     chat: bool,
     tokenizer: Path | None,
     show_stats: bool,
+    as_json: bool,
     options: dict[str, Any],
 ) -> int:
     """Stream one request to stdout: token ids where tokens were given, text where a prompt was. Returns the exit status."""
-    out = _Output()
+    out = _Output(as_json)
     try:
         if tokens is not None:
             ending = asyncio.run(_generate_tokens(out, target, tokens, options))
@@ -74,11 +107,13 @@ async def _generate_tokens(out: _Output, target: str, tokens: list[int], options
     separator = ""
     async with Client(target) as client:
         async for piece in client.generate(tokens, **options):
+            words = []
             for token in piece.tokens:
-                out.write(f"{separator}{token}")
+                words.append(f"{separator}{token}")
                 separator = " "
+            out.show(piece, words, is_text=False)
             ending = piece.ending or ending
-    out.end_line()
+    out.finish("", ending)
     return ending
 
 
@@ -91,10 +126,9 @@ async def _generate_text(
         tokens = codec.encode_chat(prompt) if chat else codec.encode(prompt)
         decoder = codec.decoder(tokens)
         async for piece in client.generate(tokens, **options):
-            out.write(decoder.push(piece.tokens))
+            out.show(piece, [decoder.push([token]) for token in piece.tokens], is_text=True)
             ending = piece.ending or ending
-    out.write(decoder.finish())
-    out.end_line()
+    out.finish(decoder.finish(), ending)
     return ending
 
 

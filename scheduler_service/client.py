@@ -9,7 +9,7 @@ Every call raises `RpcFailedError`, which keeps the status, when the server refu
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,8 +18,8 @@ import grpc
 
 from pagemirror.v1 import forward_pb2, generation_pb2, generation_pb2_grpc
 from scheduler_service.channels import CLIENT_OPTIONS
+from scheduler_service.columns import float32_from_bytes, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.errors import PagemirrorError
-from scheduler_service.wire import int32_from_bytes, int32_to_bytes
 
 _T = TypeVar("_T")
 
@@ -45,11 +45,17 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of output. `request_id` is set in the first piece, `ending` in the last; both may come without tokens."""
+    """A piece of output. `request_id` is set in the first piece, `ending` in the last; both may come without tokens.
+
+    Where `num_logprobs` was given, `logprobs` has one entry per token and `top_logprobs` as many pairs (token, log probability)
+    per token as were asked for, most probable first; otherwise both are empty.
+    """
 
     tokens: list[int]
     request_id: str = ""
     ending: Ending | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,11 @@ class Client:
         min_p: float | None = None,
         seed: int | None = None,
         min_new_tokens: int | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        num_logprobs: int | None = None,
         stop_token_ids: Sequence[int] = (),
         ignore_default_stop_ids: bool = False,
         priority: int = 0,
@@ -138,6 +149,11 @@ class Client:
                     min_p=min_p,
                     seed=seed,
                     min_new_tokens=min_new_tokens,
+                    repetition_penalty=repetition_penalty,
+                    presence_penalty=presence_penalty,
+                    frequency_penalty=frequency_penalty,
+                    logit_bias=[forward_pb2.LogitBias(token=token, bias=bias) for token, bias in (logit_bias or {}).items()],
+                    num_logprobs=num_logprobs,
                 ),
                 stop_token_ids=int32_to_bytes(stop_token_ids),
                 ignore_default_stop_ids=ignore_default_stop_ids,
@@ -152,11 +168,7 @@ class Client:
         call = self.stub.Generate(request)
         try:
             async for response in call:
-                yield Piece(
-                    int32_from_bytes(response.tokens, "tokens").tolist(),
-                    response.request_id,
-                    _ending(response.finished) if response.HasField("finished") else None,
-                )
+                yield _piece(response)
         except grpc.aio.AioRpcError as error:
             raise self._failed(error) from error
         finally:
@@ -215,6 +227,26 @@ class Client:
         ):
             details = f"nothing answers at {self.target}; is `pagemirror up` running there?"
         return RpcFailedError(self.target, code, details)
+
+
+def _piece(response: Any) -> Piece:
+    tokens: list[int] = int32_from_bytes(response.tokens, "tokens").tolist()
+    logprobs = float32_from_bytes(response.logprobs)
+    pairs = list(
+        zip(
+            int32_from_bytes(response.top_tokens, "top_tokens").tolist(),
+            float32_from_bytes(response.top_logprobs),
+            strict=True,
+        )
+    )
+    count = len(pairs) // len(tokens) if tokens else 0
+    return Piece(
+        tokens,
+        response.request_id,
+        _ending(response.finished) if response.HasField("finished") else None,
+        logprobs,
+        [pairs[start * count : (start + 1) * count] for start in range(len(logprobs))],
+    )
 
 
 def _ending(finished: Any) -> Ending:

@@ -11,14 +11,15 @@ import grpc
 from typing_extensions import override
 
 from pagemirror.v1 import generation_pb2, generation_pb2_grpc
+from scheduler_service.columns import float32_to_bytes, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.errors import BadParameterError
-from scheduler_service.core.ops import SamplingParams
+from scheduler_service.core.ops import SamplingParams, TokenLogprobs
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.states import State
 from scheduler_service.engine_loop import EngineLoop, SubmitOptions
 from scheduler_service.grpc_status import errors_as_status
 from scheduler_service.row_report import RequestSnapshot, report_rows, snapshot
-from scheduler_service.wire import int32_from_bytes, int32_to_bytes, sampling_from_proto
+from scheduler_service.wire import sampling_from_proto
 
 DEFAULT_MAX_TOKENS = 16
 _LIST_ROWS_TIMEOUT_S = 60.0
@@ -59,10 +60,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await context.write(generation_pb2.GenerateResponse(request_id=request_id))
                 while True:
                     tokens = await subscription.take()
+                    response = _piece(tokens, subscription.take_logprobs())
                     if not subscription.finished:
-                        await context.write(generation_pb2.GenerateResponse(tokens=int32_to_bytes(tokens)))
+                        await context.write(response)
                         continue
-                    response = generation_pb2.GenerateResponse(tokens=int32_to_bytes(tokens))
                     if subscription.error is not None:
                         if tokens:
                             await context.write(response)
@@ -176,6 +177,15 @@ def _sampling(request: generation_pb2.GenerateRequest) -> SamplingParams:
     if sampling.temperature > 0 and not request.sampling.HasField("seed"):
         return replace(sampling, seed=secrets.randbits(64))
     return sampling
+
+
+def _piece(tokens: list[int], logprobs: list[TokenLogprobs]) -> generation_pb2.GenerateResponse:
+    response = generation_pb2.GenerateResponse(tokens=int32_to_bytes(tokens))
+    if logprobs:
+        response.logprobs = float32_to_bytes([entry.logprob for entry in logprobs])
+        response.top_tokens = int32_to_bytes([token for entry in logprobs for token in entry.top_tokens])
+        response.top_logprobs = float32_to_bytes([value for entry in logprobs for value in entry.top_logprobs])
+    return response
 
 
 def _traceparent(context: Context) -> str:

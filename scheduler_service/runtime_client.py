@@ -19,6 +19,7 @@ import structlog
 
 from pagemirror.v1 import runtime_pb2, runtime_pb2_grpc
 from scheduler_service.channels import CLIENT_OPTIONS
+from scheduler_service.columns import int32_to_bytes
 from scheduler_service.core.ops import ForwardOp, StepResult
 from scheduler_service.errors import (
     LinkBrokenError,
@@ -33,7 +34,6 @@ from scheduler_service.wire import (
     RuntimeFacts,
     StepRefusal,
     facts_from_proto,
-    int32_to_bytes,
     mirror_rows_from_proto,
     op_to_proto,
     refusal_from_proto,

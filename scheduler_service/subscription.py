@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from scheduler_service.core.errors import PagemirrorError
+from scheduler_service.core.ops import TokenLogprobs
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.errors import QueueWaitError, RequestFailedError
 from scheduler_service.metrics import Metrics
@@ -25,7 +26,7 @@ class Subscription:
     client gets it in one piece.
     """
 
-    __slots__ = ("_changed", "_tokens", "error", "finished", "queue_timer", "queue_wait_ms", "request")
+    __slots__ = ("_changed", "_logprobs", "_tokens", "error", "finished", "queue_timer", "queue_wait_ms", "request")
 
     def __init__(self, request: Request, queue_wait_ms: int | None = None) -> None:
         self.request = request
@@ -36,11 +37,14 @@ class Subscription:
         self.queue_wait_ms = queue_wait_ms
         self.queue_timer: asyncio.TimerHandle | None = None
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._changed = asyncio.Event()
 
-    def add(self, token: int) -> None:
-        """Append one token."""
+    def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Append one token, with its log probabilities where the request wants them."""
         self._tokens.append(token)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         self._changed.set()
 
     def finish(self, error: PagemirrorError | None = None) -> None:
@@ -58,6 +62,11 @@ class Subscription:
             self._changed.clear()
         tokens, self._tokens = self._tokens, []
         return tokens
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Log probabilities of the tokens that the last `take` returned, to be called at once; empty where none are wanted."""
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
 
 
 class Subscribers:
@@ -95,8 +104,12 @@ class Subscribers:
     def deliver(self, outputs: Outputs) -> None:
         """Hand on what the core put out since the last call."""
         live = self._live
-        for request, token in zip(outputs.requests, outputs.tokens, strict=True):
-            live[request.request_id].add(token)
+        if outputs.logprobs is None:
+            for request, token in zip(outputs.requests, outputs.tokens, strict=True):
+                live[request.request_id].add(token)
+        else:
+            for request, token, logprobs in zip(outputs.requests, outputs.tokens, outputs.logprobs, strict=True):
+                live[request.request_id].add(token, logprobs)
         if outputs.tokens:
             self._metrics.tokens.inc(len(outputs.tokens))
         for request in outputs.finished:

@@ -7,7 +7,6 @@ never work per row. What a peer says is checked here: everything that comes out 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -16,8 +15,16 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from pagemirror.v1 import forward_pb2, runtime_pb2
-from scheduler_service.core.errors import InvalidRequestError
-from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, LeaseStart, RowStatus, SamplingParams, StepResult
+from scheduler_service.columns import float32_of_peer, int32_of_peer, int32_to_bytes
+from scheduler_service.core.ops import (
+    GREEDY,
+    ForwardOp,
+    Int32Array,
+    LeaseStart,
+    RowStatus,
+    SamplingParams,
+    StepResult,
+)
 from scheduler_service.errors import ProtocolError, RuntimeMismatchError
 
 PROTOCOL_VERSION = 1
@@ -26,16 +33,10 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Limit of one message, both ways, on both channels."""
 
-_INT32 = np.dtype("<i4")
+MAX_LEASE_BYTES = 32 * 1024 * 1024
+"""Most that the lease starts of one op take, penalty histories included; less where the columns leave less."""
+
 _FIXED_ROW_BYTES = 64  # columns of one row other than its pages, rounded up
-
-
-class BadColumnError(InvalidRequestError):
-    """A column of a client's request is no array of int32."""
-
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self.name, self.num_bytes = name, num_bytes
-        super().__init__(f"{name} has {num_bytes} bytes, but is a column of little-endian int32: a multiple of 4")
 
 
 class RefusalCode(IntEnum):
@@ -113,20 +114,8 @@ class MirrorRows:
     row_lens: dict[int, int]
 
 
-def int32_to_bytes(values: Int32Array | Sequence[int]) -> bytes:
-    """A column of little-endian int32. Raises OverflowError when a value does not fit."""
-    return np.asarray(values, dtype=_INT32).tobytes()
-
-
-def int32_from_bytes(data: bytes, name: str) -> Int32Array:
-    """The int32 array in a column of a client's request. Raises BadColumnError when the length is no multiple of 4."""
-    if len(data) % 4:
-        raise BadColumnError(name, len(data))
-    return np.frombuffer(data, dtype=_INT32)
-
-
 def sampling_to_proto(sampling: SamplingParams) -> forward_pb2.SamplingParams:
-    """Every field set, so that both sides agree on what a default is; an unlimited top_k stays unset."""
+    """Every field set, so that both sides agree on what a default is; what None means stays unset."""
     return forward_pb2.SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -134,6 +123,11 @@ def sampling_to_proto(sampling: SamplingParams) -> forward_pb2.SamplingParams:
         min_p=sampling.min_p,
         seed=sampling.seed,
         min_new_tokens=sampling.min_new_tokens,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=[forward_pb2.LogitBias(token=token, bias=bias) for token, bias in sampling.logit_bias],
+        num_logprobs=sampling.num_logprobs,
     )
 
 
@@ -146,6 +140,11 @@ def sampling_from_proto(message: forward_pb2.SamplingParams) -> SamplingParams:
         min_p=message.min_p if message.HasField("min_p") else 0.0,
         seed=message.seed if message.HasField("seed") else 0,
         min_new_tokens=message.min_new_tokens if message.HasField("min_new_tokens") else 0,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else 0.0,
+        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else 0.0,
+        logit_bias=tuple((entry.token, entry.bias) for entry in message.logit_bias),
+        num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
     )
 
 
@@ -158,6 +157,7 @@ def lease_to_proto(lease: LeaseStart) -> forward_pb2.LeaseStart:
         stop_ids=int32_to_bytes(lease.stop_ids) if lease.stop_ids else b"",
         prompt_len=lease.prompt_len,
         traceparent=lease.traceparent,
+        history=lease.history,
     )
 
 
@@ -187,11 +187,12 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
     """The answer to an op of `num_rows` rows.
 
     Raises:
-        ProtocolError: a column has not one entry per row, or a row's status is none the protocol knows.
+        ProtocolError: a column has not one entry per row (num_top entries for the top tokens), or a row's status is none the
+            protocol knows.
     """
     where = f"result of step {message.step}"
-    tokens = _int32_of_peer(message.tokens, f"{where}: tokens")
-    if message.num_tokens and (_int32_of_peer(message.num_tokens, f"{where}: num_tokens") != 1).any():
+    tokens = int32_of_peer(message.tokens, f"{where}: tokens")
+    if message.num_tokens and (int32_of_peer(message.num_tokens, f"{where}: num_tokens") != 1).any():
         raise ProtocolError(f"{where}: num_tokens is other than 1 for a row, and no step that was asked for gives several")
     if len(tokens) != num_rows:
         raise ProtocolError(f"{where}: {len(tokens)} tokens for {num_rows} rows")
@@ -202,7 +203,18 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
             raise ProtocolError(f"{where}: {len(status)} row states for {num_rows} rows")
         if status.max() > max(RowStatus):
             raise ProtocolError(f"{where}: row state {status.max()} is unknown")
-    return StepResult(session_no=message.session_no, step=message.step, tokens=tokens, row_status=status)
+    result = StepResult(session_no=message.session_no, step=message.step, tokens=tokens, row_status=status)
+    if message.logprobs:
+        result.logprobs = float32_of_peer(message.logprobs, f"{where}: logprobs", num_rows)
+    if message.num_top:
+        size = num_rows * message.num_top
+        top_tokens = int32_of_peer(message.top_tokens, f"{where}: top_tokens")
+        if len(top_tokens) != size:
+            raise ProtocolError(f"{where}: {len(top_tokens)} top_tokens, {size} belong to {num_rows} rows of {message.num_top}")
+        top_logprobs = float32_of_peer(message.top_logprobs, f"{where}: top_logprobs", size)
+        result.top_tokens = top_tokens.reshape(num_rows, message.num_top)
+        result.top_logprobs = top_logprobs.reshape(num_rows, message.num_top)
+    return result
 
 
 def refusal_from_proto(message: runtime_pb2.Refusal) -> StepRefusal:
@@ -232,7 +244,7 @@ def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
         max_pages_per_row=message.max_pages_per_row,
         vocab_size=message.vocab_size,
         max_context=message.max_context,
-        default_stop_ids=tuple(_int32_of_peer(message.default_stop_ids, "hello: default_stop_ids").tolist()),
+        default_stop_ids=tuple(int32_of_peer(message.default_stop_ids, "hello: default_stop_ids").tolist()),
         model=message.model,
         architecture=message.architecture,
         tokenizer_path=message.tokenizer_path,
@@ -246,10 +258,10 @@ def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
 
 def mirror_rows_from_proto(message: runtime_pb2.ReadRowsResponse) -> MirrorRows:
     """Rows of the mirror. Raises ProtocolError when the columns do not fit together."""
-    rows = _int32_of_peer(message.rows, "ReadRows: rows")
-    row_lens = _int32_of_peer(message.row_lens, "ReadRows: row_lens")
-    valid_lens = _int32_of_peer(message.valid_lens, "ReadRows: valid_lens")
-    pages = _int32_of_peer(message.pages, "ReadRows: pages")
+    rows = int32_of_peer(message.rows, "ReadRows: rows")
+    row_lens = int32_of_peer(message.row_lens, "ReadRows: row_lens")
+    valid_lens = int32_of_peer(message.valid_lens, "ReadRows: valid_lens")
+    pages = int32_of_peer(message.pages, "ReadRows: pages")
     if not len(rows) == len(row_lens) == len(valid_lens) or (valid_lens < 0).any() or int(valid_lens.sum()) != len(pages):
         raise ProtocolError(
             f"ReadRows: {len(rows)} rows, {len(row_lens)} row_lens, {len(valid_lens)} valid_lens and {len(pages)} pages"
@@ -270,7 +282,7 @@ def check_message_limit(facts: RuntimeFacts, token_budget: int) -> None:
     Raises:
         RuntimeMismatchError: max_rows * (4 * max_pages_per_row + 64) + 4 * token_budget is over 64 MiB.
     """
-    largest = facts.max_rows * (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES) + 4 * token_budget
+    largest = _column_bytes(facts, token_budget)
     if largest > MAX_MESSAGE_BYTES:
         raise RuntimeMismatchError(
             "largest op",
@@ -281,11 +293,14 @@ def check_message_limit(facts: RuntimeFacts, token_budget: int) -> None:
         )
 
 
+def max_lease_bytes(facts: RuntimeFacts, token_budget: int) -> int:
+    """What the lease starts of one op may take, so that it fits into one message beside its columns."""
+    return max(0, min(MAX_LEASE_BYTES, MAX_MESSAGE_BYTES - _column_bytes(facts, token_budget)))
+
+
+def _column_bytes(facts: RuntimeFacts, token_budget: int) -> int:
+    return facts.max_rows * (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES) + 4 * token_budget
+
+
 def _most_rows(facts: RuntimeFacts, token_budget: int) -> int:
     return max(0, math.floor((MAX_MESSAGE_BYTES - 4 * token_budget) / (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES)))
-
-
-def _int32_of_peer(data: bytes, what: str) -> Int32Array:
-    if len(data) % 4:
-        raise ProtocolError(f"{what}: {len(data)} bytes are no column of int32")
-    return np.frombuffer(data, dtype=_INT32)

@@ -57,13 +57,17 @@ class SchedulerConfig:
     """Match and publish prefixes."""
     max_waiting: int = 0
     """Requests that may wait for their first admission; 0: no limit."""
+    greedy_only: bool = False
+    """The model has no logits: requests with sampling parameters that need them are refused."""
+    max_lease_bytes: int = 32 * 1024 * 1024
+    """Lease starts, penalty histories included, in one op; a first one is admitted whatever its size."""
 
     def __post_init__(self) -> None:
         for key in ("page_size", "num_pages", "max_rows", "max_pages_per_row", "vocab_size", "token_budget", "chunk_size"):
             self._require(key, 1, 2**31 - 1)
-        for key in ("max_context", "max_waiting"):
+        for key in ("max_context", "max_waiting", "max_lease_bytes"):
             self._require(key, 0, 2**31 - 1)
-        for key in ("mixed", "prefix_cache"):
+        for key in ("mixed", "prefix_cache", "greedy_only"):
             if not isinstance(getattr(self, key), bool):
                 raise ConfigError(key, getattr(self, key), "True or False")
         if not isinstance(self.refresh_policy, RefreshPolicy):

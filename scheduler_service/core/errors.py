@@ -7,6 +7,7 @@
     │   │   ├── EmptyPromptError
     │   │   ├── BadTokenError
     │   │   ├── BadParameterError
+    │   │   ├── UnsupportedParameterError
     │   │   └── PromptTooLongError
     │   ├── QueueFullError
     │   ├── DuplicateRequestError
@@ -73,6 +74,17 @@ class BadParameterError(InvalidRequestError):
     def __init__(self, request_id: str, name: str, value: object, expected: str) -> None:
         self.request_id, self.name, self.value, self.expected = request_id, name, value, expected
         super().__init__(f"request {request_id!r}: {name} is {value!r}, but must be {expected}")
+
+
+class UnsupportedParameterError(InvalidRequestError):
+    """The model that is served cannot honour a parameter."""
+
+    def __init__(self, request_id: str, name: str, value: object) -> None:
+        self.request_id, self.name, self.value = request_id, name, value
+        super().__init__(
+            f"request {request_id!r}: {name} is {value!r}, but the model that is served computes its tokens without logits "
+            "and cannot honour it; leave it unset"
+        )
 
 
 class PromptTooLongError(InvalidRequestError):

@@ -6,14 +6,14 @@ number of numpy calls and one loop that appends the tokens; rows that failed, or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import UnexpectedResultError
-from scheduler_service.core.ops import BoolArray, ForwardOp, Int32Array, RowStatus, StepResult
+from scheduler_service.core.ops import BoolArray, ForwardOp, Int32Array, RowStatus, StepResult, TokenLogprobs
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.states import State
@@ -21,15 +21,31 @@ from scheduler_service.core.states import State
 
 @dataclass(slots=True)
 class Outputs:
-    """What happened to requests since it was last asked: accepted tokens as parallel lists, and requests that ended."""
+    """What happened to requests since it was last asked: accepted tokens as parallel lists, and requests that ended.
+
+    `logprobs` is parallel to `tokens`, with None where the request wants none; it is None when no request does.
+    """
 
     requests: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def columns(self) -> tuple[list[Request], list[int]]:
         return self.requests, self.tokens
+
+    def add_logprobs(self, logprobs: list[TokenLogprobs | None]) -> None:
+        """Of the tokens added last."""
+        if self.logprobs is None:
+            self.logprobs = []
+        self.fill_logprobs(len(self.tokens) - len(logprobs))
+        self.logprobs += logprobs
+
+    def fill_logprobs(self, length: int) -> None:
+        """Bring `logprobs`, if there are any, to this length: the tokens without an entry so far have none."""
+        if self.logprobs is not None:
+            self.logprobs += [None] * (length - len(self.logprobs))
 
 
 class ResultIntake:
@@ -50,6 +66,7 @@ class ResultIntake:
     def take_outputs(self) -> Outputs:
         """Everything accepted and ended since the last call."""
         outputs, self.outputs = self.outputs, Outputs()
+        outputs.fill_logprobs(len(outputs.tokens))
         return outputs
 
     def check(self, op: ForwardOp, result: StepResult) -> BoolArray:
@@ -66,6 +83,8 @@ class ResultIntake:
         bad = wanted & ((result.tokens < 0) | (result.tokens >= self._config.vocab_size))
         if bad.any():
             raise UnexpectedResultError(f"step {op.step} returned {result.tokens[bad][:8].tolist()}, which are no tokens")
+        if op.num_logprobs is not None:
+            _check_logprobs(op, result, wanted)
         return wanted
 
     def take(self, op: ForwardOp, result: StepResult, wanted: BoolArray) -> None:
@@ -75,9 +94,14 @@ class ResultIntake:
         rows.num_outstanding[indices[alive]] -= 1
         if alive.all() and wanted.all():
             ends = self._accept(indices, tokens, op.requests)
+            if op.num_logprobs is not None:
+                self.outputs.add_logprobs(_logprobs(op, result, range(op.num_rows)))
         else:
             good = alive & wanted
-            ends = self._accept(indices[good], tokens[good], [op.requests[i] for i in np.flatnonzero(good).tolist()])
+            positions = np.flatnonzero(good).tolist()
+            ends = self._accept(indices[good], tokens[good], [op.requests[i] for i in positions])
+            if op.num_logprobs is not None:
+                self.outputs.add_logprobs(_logprobs(op, result, positions))
             self._accept_late(op, result, alive, wanted)
             self._end_failed(op, result)
         for request, stopped in ends:
@@ -111,6 +135,8 @@ class ResultIntake:
                 request.tokens.append(token)
                 self.outputs.requests.append(request)
                 self.outputs.tokens.append(token)
+                if op.num_logprobs is not None:
+                    self.outputs.add_logprobs(_logprobs(op, result, [position]))
                 stopped = token in request.stop_ids
                 if stopped or len(request.tokens) >= request.limit_len:
                     self._end(request, stopped)
@@ -130,3 +156,41 @@ class ResultIntake:
 
     def _end(self, request: Request, stopped: bool) -> None:
         self._finish(request, FinishReason.STOP if stopped else request.limit_reason, "")
+
+
+def _check_logprobs(op: ForwardOp, result: StepResult, wanted: BoolArray) -> None:
+    """Raises UnexpectedResultError unless each row that wants log probabilities has as many as it wants."""
+    assert op.num_logprobs is not None
+    if not (asking := wanted & (op.num_logprobs >= 0)).any():
+        return
+    if result.logprobs is None or len(result.logprobs) != op.num_rows:
+        found = "no" if result.logprobs is None else str(len(result.logprobs))
+        raise UnexpectedResultError(f"step {op.step} returned {found} log probabilities for {op.num_rows} rows")
+    if np.isnan(result.logprobs[asking]).any():
+        raise UnexpectedResultError(f"step {op.step} returned no log probability for a row that wants one")
+    most = int(op.num_logprobs[asking].max())
+    if most == 0:
+        return
+    top = result.top_tokens
+    if top is None or result.top_logprobs is None or top.shape != result.top_logprobs.shape or len(top) != op.num_rows:
+        raise UnexpectedResultError(f"step {op.step} returned no top tokens that fit {op.num_rows} rows")
+    if top.shape[1] < most:
+        raise UnexpectedResultError(f"step {op.step} returned {top.shape[1]} top tokens a row, {most} are wanted")
+
+
+def _logprobs(op: ForwardOp, result: StepResult, positions: Sequence[int]) -> list[TokenLogprobs | None]:
+    """Of the rows at these positions of the op, which `check` found to have what they want; None for rows that want none."""
+    assert op.num_logprobs is not None
+    found: list[TokenLogprobs | None] = []
+    for position in positions:
+        count = int(op.num_logprobs[position])
+        if count < 0 or result.logprobs is None:
+            found.append(None)
+            continue
+        top_tokens: list[int] = []
+        top_logprobs: list[float] = []
+        if count and result.top_tokens is not None and result.top_logprobs is not None:
+            top_tokens = result.top_tokens[position, :count].tolist()
+            top_logprobs = result.top_logprobs[position, :count].tolist()
+        found.append(TokenLogprobs(float(result.logprobs[position]), top_tokens, top_logprobs))
+    return found

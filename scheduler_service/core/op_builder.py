@@ -73,13 +73,14 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
         sample=sample,
         released_rows=np.array(placement.released_rows, dtype=np.int32),
         lease_starts=[
-            lease_start(requests[index])
+            lease_start(requests[index], int(num_computed[index]), placement.config.vocab_size)
             for index, extend in enumerate(choice.extends)
             if extend.cause is not Cause.CONTINUATION
         ],
         requests=requests,
         extend_causes=[extend.cause for extend in choice.extends],
         first_decodes=first_decodes if first_decodes.any() else None,
+        num_logprobs=rows.num_logprobs[indices] if rows.num_asking else None,
     )
     placement.released_rows.clear()
     rows.mark_sent(indices, starts)
@@ -89,16 +90,19 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
     return op
 
 
-def lease_start(request: Request) -> LeaseStart:
-    """What the runtime is told of a request at the start of a lease."""
-    needs_stops = request.sampling.min_new_tokens > 0
+def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseStart:
+    """What the runtime is told of a request at the start of a lease whose first op finds `num_computed` tokens computed."""
+    sampling = request.sampling
+    needs_stops = sampling.min_new_tokens > 0
     return LeaseStart(
         req_pool_index=request.row,
         request_id=request.request_id,
-        sampling=request.sampling,
-        stop_ids=request.stop_ids if needs_stops else (),
-        prompt_len=request.prompt_len if needs_stops else 0,
+        sampling=sampling,
+        # An id beyond the vocabulary is allowed, never sampled, and none of the runtime's business.
+        stop_ids=tuple(token for token in request.stop_ids if token < vocab_size) if needs_stops else (),
+        prompt_len=request.prompt_len if needs_stops or sampling.has_penalty else 0,
         traceparent=request.traceparent,
+        history=request.token_slice(0, num_computed).astype("<i4", copy=False).tobytes() if sampling.has_penalty else b"",
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
 
 NO_TOKEN = -1
 """Entry of `StepResult.tokens` for a row that sampled nothing."""
@@ -46,7 +47,9 @@ class SamplingParams:
     """How a request's tokens are chosen; the defaults are greedy.
 
     `temperature` in [0, 100], 0 is greedy; `top_k` at least 1 or None for all; `top_p` in (0, 1]; `min_p` in [0, 1]; `seed`
-    unsigned 64-bit; `min_new_tokens` counts output tokens before which stop ids are not sampled.
+    unsigned 64-bit; `min_new_tokens` counts output tokens before which stop ids are not sampled; `repetition_penalty` in
+    (0, 100], 1 is none; `presence_penalty` and `frequency_penalty` in [-2, 2]; `logit_bias` at most 1,024 pairs of a token id
+    and what is added to its logit, in [-100, 100]; `num_logprobs` in [0, 20], None for no log probabilities.
     """
 
     temperature: float = 0.0
@@ -55,6 +58,16 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    num_logprobs: int | None = None
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the tokens so far matter."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 GREEDY = SamplingParams()
@@ -70,6 +83,16 @@ class LeaseStart:
     stop_ids: tuple[int, ...] = ()
     prompt_len: int = 0
     traceparent: str = ""
+    history: bytes = b""  # packed little-endian int32: tokens [0, num_computed) where a penalty is on
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one sampled token, and the most probable tokens with theirs, most probable first."""
+
+    logprob: float
+    top_tokens: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass(slots=True)
@@ -99,6 +122,7 @@ class ForwardOp:
     requests: list[Request] = field(default_factory=list)  # [R]
     extend_causes: list[Cause] = field(default_factory=list)  # [num_extend_rows]
     first_decodes: BoolArray | None = None  # [R - num_extend_rows], rows that came from PrefillDone; None: no row did
+    num_logprobs: Int32Array | None = None  # [R], -1 where the request wants none; None: nobody wants any
 
     @property
     def num_rows(self) -> int:
@@ -121,3 +145,6 @@ class StepResult:
     step: int
     tokens: Int32Array  # [R], NO_TOKEN where the row sampled nothing
     row_status: npt.NDArray[np.uint8] | None = None  # [R] RowStatus; None: all OK
+    logprobs: Float32Array | None = None  # [R], not-a-number where the row did not ask; None: no row asked
+    top_tokens: Int32Array | None = None  # [R, K], NO_TOKEN beyond what a row asked for
+    top_logprobs: Float32Array | None = None  # [R, K], not-a-number beyond what a row asked for

@@ -88,6 +88,8 @@ class Placement:
         rows.limit_len[row] = request.limit_len
         rows.phase[row] = Phase.PREFILLING
         rows.set_stop_ids(row, request.stop_ids)
+        if request.sampling.num_logprobs is not None:
+            rows.ask_logprobs(row, request.sampling.num_logprobs)
         request.row = row
         self.request_of_row[row] = request
         insort(self._holders, (request.order, row))

@@ -9,7 +9,8 @@ requests that resume, requests that start. Within a class (priority, arrival) de
 - Waiting requests are admitted strictly in order, the retracted before the submitted: when the head does not fit, nobody behind
   it is admitted. A head fits when there are pages for all its known tokens and one more for each row in use (the watermark; not
   when none is in use). A retracted request with a step outstanding is passed over. One that lost its row in this very step
-  holds back those behind it, unless nothing else could run.
+  holds back those behind it, unless nothing else could run. What the starts of leases carry in one op is limited, since an op
+  is one message and never split: a head over the limit waits for the next step, unless it is the first of this one.
 
 Until a row is certain to be planned or retracted nothing of it is changed: a request that is neither in the step nor a victim
 has the row, pages, locks and lengths it had before.
@@ -76,12 +77,17 @@ class Planner:
         self._retract_row = retract
         self._choice = Choice()
         self._budget = 0
+        self.token_budget = config.token_budget
+        """Tokens of one step; begins as the configuration's and may be lowered."""
+        self._lease_bytes = 0  # of the leases that begin in this step
+        self._num_leases = 0
         self._refusal: tuple[object, ...] = ()  # circumstances under which the head last did not fit
 
     def choose(self, plan_no: int, *, idle: bool) -> Choice:
         """The rows of step `plan_no`; `idle` says that no op is in flight."""
         self._choice = Choice()
-        self._budget = self._config.token_budget
+        self._budget = self.token_budget
+        self._lease_bytes = self._num_leases = 0
         if self._config.mixed:
             self._choose_decodes()
             self._choose_continuations()
@@ -131,7 +137,7 @@ class Planner:
             if not rows.live_generation[row]:
                 continue  # retracted for a row before it in this loop
             remaining = int(rows.num_known[row] - rows.num_computed[row])
-            input_len = min(self._config.effective_chunk_size, self._budget, remaining)
+            input_len = min(self._config.chunk_size, self._budget, remaining)
             if self._grow(row, int(rows.num_computed[row]) + input_len):
                 self._choice.extends.append(Extend(row, input_len, Cause.CONTINUATION))
                 self._budget -= input_len
@@ -219,7 +225,11 @@ class Planner:
             self._refusal = circumstances
             return False
         cached = matched * self._config.page_size
-        input_len = min(self._config.effective_chunk_size, self._budget, num_known - cached)
+        lease_bytes = self._lease_bytes + request.lease_bytes(cached)
+        if self._num_leases and lease_bytes > self._config.max_lease_bytes:
+            return False
+        self._lease_bytes, self._num_leases = lease_bytes, self._num_leases + 1
+        input_len = min(self._config.chunk_size, self._budget, num_known - cached)
         if not request.was_admitted:
             request.was_admitted = True
             request.cached_tokens = cached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,20 +9,13 @@ from enum import StrEnum
 import numpy as np
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.errors import (
-    BadParameterError,
-    BadTokenError,
-    EmptyPromptError,
-    IllegalTransitionError,
-    PromptTooLongError,
-)
+from scheduler_service.core.errors import BadTokenError, EmptyPromptError, IllegalTransitionError, PromptTooLongError
 from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
 from scheduler_service.core.radix_cache import Node
 from scheduler_service.core.states import Event, State, transition_of
 
-MAX_REQUEST_ID_LEN = 256
-MAX_STOP_IDS = 1024
 _INT32_MAX = 2**31 - 1
+_BIAS_ENTRY_BYTES = 16  # of one LogitBias message, rounded up
 
 
 class FinishReason(StrEnum):
@@ -132,6 +124,13 @@ class Request:
         """Copy of the known tokens [start, stop), int32."""
         return np.frombuffer(self.tokens, dtype=np.int32)[start:stop].copy()
 
+    def lease_bytes(self, num_computed: int) -> int:
+        """About what its LeaseStart takes in an op when the first `num_computed` tokens are in the prefix cache."""
+        history = 4 * num_computed if self.sampling.has_penalty else 0
+        stop_ids = 4 * len(self.stop_ids) if self.sampling.min_new_tokens else 0
+        names = 4 * len(self.request_id) + len(self.traceparent)
+        return history + stop_ids + _BIAS_ENTRY_BYTES * len(self.sampling.logit_bias) + names
+
     def move(self, event: Event, target: State) -> None:
         """Change state along the table.
 
@@ -188,41 +187,3 @@ def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> t
     limit = min(max_tokens, by_row, by_pool, by_context)
     pool_alone = limit < max_tokens and limit < min(by_row, by_context)
     return limit, FinishReason.CAPACITY if pool_alone else FinishReason.LENGTH
-
-
-def check_parameters(
-    request_id: str, max_tokens: int, priority: int, stop_ids: Sequence[int], sampling: SamplingParams
-) -> None:
-    """Refuse parameters out of range.
-
-    Raises:
-        BadParameterError: names the parameter, its value and its range.
-    """
-    if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_REQUEST_ID_LEN:
-        shown = request_id[:MAX_REQUEST_ID_LEN] if isinstance(request_id, str) else repr(request_id)
-        raise BadParameterError(shown, "request_id", shown, f"a text of 1 to {MAX_REQUEST_ID_LEN} characters")
-    _integer(request_id, "max_tokens", max_tokens, 1, _INT32_MAX)
-    _integer(request_id, "priority", priority, -(2**31), _INT32_MAX)
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise BadParameterError(request_id, "stop_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
-    for stop_id in stop_ids:
-        _integer(request_id, "stop_ids", stop_id, 0, _INT32_MAX)
-    _real(request_id, "temperature", sampling.temperature, 0.0, 100.0)
-    _real(request_id, "top_p", sampling.top_p, 0.0, 1.0, open_low=True)
-    _real(request_id, "min_p", sampling.min_p, 0.0, 1.0)
-    if sampling.top_k is not None:
-        _integer(request_id, "top_k", sampling.top_k, 1, _INT32_MAX)
-    _integer(request_id, "seed", sampling.seed, 0, 2**64 - 1)
-    _integer(request_id, "min_new_tokens", sampling.min_new_tokens, 0, _INT32_MAX)
-
-
-def _integer(request_id: str, name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
-        raise BadParameterError(request_id, name, value, f"an integer from {low} to {high}")
-
-
-def _real(request_id: str, name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadParameterError(request_id, name, value, "a finite number")
-    if not (low < value if open_low else low <= value) or value > high:
-        raise BadParameterError(request_id, name, value, f"in {'(' if open_low else '['}{low:g}, {high:g}]")

@@ -55,6 +55,8 @@ class RowTable:
         self.num_outstanding: Int32Array = np.zeros(size, dtype=np.int32)  # ops of this lease in flight
         self.phase: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
+        self.num_logprobs: Int32Array = np.full(size, -1, dtype=np.int32)  # -1: the request wants none
+        self.num_asking = 0  # rows whose request wants log probabilities
         self._free = list(range(max_rows, 0, -1))
 
     @property
@@ -102,6 +104,9 @@ class RowTable:
             column[row] = 0
         self.dirty[row] = self.unsent[row] = False
         self.stop_ids[row] = -1
+        if self.num_logprobs[row] >= 0:
+            self.num_asking -= 1
+            self.num_logprobs[row] = -1
         self._free.append(row)
 
     def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
@@ -111,6 +116,11 @@ class RowTable:
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
             self.stop_ids = wider
         self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def ask_logprobs(self, row: int, count: int) -> None:
+        """The row's request wants the log probability of each token, and those of the `count` most probable ones."""
+        self.num_logprobs[row] = count
+        self.num_asking += 1
 
     def row_pages(self, row: int) -> Int32Array:
         """The row's page ids; a view, valid until the row changes."""

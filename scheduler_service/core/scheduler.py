@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
     CacheInUseError,
+    ConfigError,
     DuplicateRequestError,
     NoProgressError,
     NotRunningError,
@@ -31,9 +32,10 @@ from scheduler_service.core.errors import (
 from scheduler_service.core.intake import Outputs, ResultIntake
 from scheduler_service.core.op_builder import build_op
 from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, SamplingParams, StepResult
+from scheduler_service.core.parameters import check_parameters
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice, Planner
-from scheduler_service.core.request import FinishReason, Request, check_parameters, check_prompt, output_limit
+from scheduler_service.core.request import FinishReason, Request, check_prompt, output_limit
 from scheduler_service.core.states import Event, State
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
@@ -101,8 +103,13 @@ class Scheduler:
 
     @property
     def last_step(self) -> int:
-        """Number of the last op of this session; 0 before the first."""
+        """Number of the last op of the present session; 0 before the first."""
         return self._step
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that the next step may compute."""
+        return self._planner.token_budget
 
     def rows(self) -> dict[int, tuple[Request, Int32Array]]:
         """Row number → the request that holds it and a copy of its page row."""
@@ -151,7 +158,7 @@ class Scheduler:
             EmptyPromptError, BadTokenError, BadParameterError, PromptTooLongError, DuplicateRequestError, QueueFullError:
                 nothing was changed.
         """
-        check_parameters(request_id, max_tokens, priority, stop_ids, sampling)
+        check_parameters(request_id, max_tokens, priority, stop_ids, sampling, self.config)
         tokens = check_prompt(request_id, prompt, self.config)
         if request_id in self.requests:
             raise DuplicateRequestError(request_id)
@@ -269,6 +276,16 @@ class Scheduler:
             request.num_outstanding = 0
             request.retracted_in_plan = self._plan_no + 1
             self._retracted.add(request)
+
+    def set_token_budget(self, token_budget: int) -> None:
+        """Plan steps of at most so many tokens from now on; `config` goes on to say what was configured.
+
+        Raises:
+            ConfigError: below 1, or above the configured budget, which the runtime was promised; nothing was changed.
+        """
+        if not 1 <= token_budget <= self.config.token_budget:
+            raise ConfigError("token_budget", token_budget, f"an integer from 1 to {self.config.token_budget}")
+        self._planner.token_budget = token_budget
 
     # Inside
 

@@ -44,10 +44,16 @@ lease_starts = st.builds(
         min_p=FLOAT32,
         seed=UINT64,
         min_new_tokens=st.integers(0, 2**32 - 1),
+        repetition_penalty=FLOAT32,
+        presence_penalty=FLOAT32,
+        frequency_penalty=FLOAT32,
+        logit_bias=st.lists(st.tuples(st.integers(0, 2**32 - 1), FLOAT32), max_size=3).map(tuple),
+        num_logprobs=st.none() | st.integers(0, 2**32 - 1),
     ),
     stop_ids=st.lists(INT32, max_size=3).map(tuple),
     prompt_len=st.integers(0, 2**32 - 1),
     traceparent=st.text(max_size=10),
+    history=st.lists(INT32, max_size=3).map(lambda tokens: np.array(tokens, "<i4").tobytes()),
 )
 
 
@@ -64,10 +70,16 @@ def to_message(lease: LeaseStart) -> forward_pb2.LeaseStart:
             min_p=sampling.min_p,
             seed=sampling.seed,
             min_new_tokens=sampling.min_new_tokens,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=[forward_pb2.LogitBias(token=token, bias=bias) for token, bias in sampling.logit_bias],
+            num_logprobs=sampling.num_logprobs,
         ),
         stop_ids=np.array(lease.stop_ids, "<i4").tobytes(),
         prompt_len=lease.prompt_len,
         traceparent=lease.traceparent,
+        history=lease.history,
     )
 
 

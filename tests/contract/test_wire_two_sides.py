@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from runtime_service.executors.base import ModelInfo
 from runtime_service.step_runner import RowsSnapshot
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import ops as core_ops
+from scheduler_service.errors import ProtocolError
 
 COLUMNS = [
     "req_pool_indices",
@@ -46,6 +48,11 @@ def samplings(draw: st.DrawFn) -> core_ops.SamplingParams:
         min_p=draw(st.floats(0, 1, width=32)),
         seed=draw(st.integers(0, 2**64 - 1)),
         min_new_tokens=draw(st.integers(0, 2**31 - 1)),
+        repetition_penalty=draw(st.floats(0.125, 100, width=32)),
+        presence_penalty=draw(st.floats(-2, 2, width=32)),
+        frequency_penalty=draw(st.floats(-2, 2, width=32)),
+        logit_bias=tuple(draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32)), max_size=3))),
+        num_logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -83,6 +90,7 @@ def forward_ops(draw: st.DrawFn) -> core_ops.ForwardOp:
                 stop_ids=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))),
                 prompt_len=draw(st.integers(0, 2**31 - 1)),
                 traceparent=draw(names),
+                history=np.array(draw(st.lists(int32s, max_size=5)), "<i4").tobytes(),
             )
             for _ in range(draw(st.integers(0, 3)))
         ],
@@ -120,6 +128,51 @@ def test_result_arrives_as_it_was_sent(rows: list[tuple[int, runtime_ops.RowStat
     assert arrived.tokens.tolist() == tokens.tolist()
     got = np.zeros(len(rows), np.uint8) if arrived.row_status is None else arrived.row_status
     assert got.tolist() == status.tolist()
+
+
+@given(st.integers(1, 6), st.none() | st.integers(0, 20), st.data())
+def test_log_probabilities_arrive_as_they_were_sent(num_rows: int, width: int | None, data: st.DataObject) -> None:
+    """All three columns are equal on both sides, entries that nobody asked for included; None when no row asked."""
+    result = runtime_ops.StepResult(7, 1, np.arange(num_rows, dtype=np.int32), np.zeros(num_rows, np.uint8))
+    floats = st.floats(-(2.0**100), 0, width=32) | st.just(float("nan"))
+    if width is not None:
+        size = num_rows * width
+        column = lambda count: np.array(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32)  # noqa: E731
+        tokens = data.draw(st.lists(int32s, min_size=size, max_size=size))
+        result.logprobs = column(num_rows)
+        result.top_tokens = np.array(tokens, np.int32).reshape(num_rows, width)
+        result.top_logprobs = column(size).reshape(num_rows, width)
+    sent = runtime_wire.result_to_proto(result).SerializeToString()
+    arrived = scheduler_wire.result_from_proto(runtime_pb2.ExecuteResponse.FromString(sent).result, num_rows)
+    for name in ("logprobs", "top_tokens", "top_logprobs"):
+        before, after = getattr(result, name), getattr(arrived, name)
+        if width is None or (width == 0 and name != "logprobs"):
+            assert after is None
+        else:
+            assert (after.dtype, after.shape) == (before.dtype, before.shape)
+            assert np.array_equal(after, before, equal_nan=name != "top_tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", bytes(4)),
+        ("logprobs", bytes(9)),
+        ("top_tokens", bytes(8)),
+        ("top_tokens", bytes(3)),
+        ("top_logprobs", b""),
+        ("num_top", 2),
+    ],
+)
+def test_log_probabilities_that_do_not_fit_are_refused(name: str, value: object) -> None:
+    """A column that has not num_top entries per row, or none per row, is no result."""
+    message = forward_pb2.StepResult(
+        tokens=bytes(8), logprobs=bytes(8), num_top=3, top_tokens=bytes(24), top_logprobs=bytes(24)
+    )
+    scheduler_wire.result_from_proto(message, 2)
+    setattr(message, name, value)
+    with pytest.raises(ProtocolError, match="result of step 0"):
+        scheduler_wire.result_from_proto(message, 2)
 
 
 def test_every_refusal_arrives_with_its_code() -> None:

@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from scheduler_service import errors
+from scheduler_service.columns import BadColumnError
 from scheduler_service.core import errors as core_errors
 from scheduler_service.grpc_status import UNKNOWN_ERROR_MESSAGE, status_of
-from scheduler_service.wire import BadColumnError
 
 CASES = [
     (core_errors.EmptyPromptError("a"), grpc.StatusCode.INVALID_ARGUMENT),

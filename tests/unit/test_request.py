@@ -16,15 +16,8 @@ from scheduler_service.core.errors import (
     PromptTooLongError,
 )
 from scheduler_service.core.ops import GREEDY, SamplingParams
-from scheduler_service.core.request import (
-    MAX_REQUEST_ID_LEN,
-    MAX_STOP_IDS,
-    FinishReason,
-    Request,
-    check_parameters,
-    check_prompt,
-    output_limit,
-)
+from scheduler_service.core.parameters import MAX_REQUEST_ID_LEN, MAX_STOP_IDS, check_parameters
+from scheduler_service.core.request import FinishReason, Request, check_prompt, output_limit
 from scheduler_service.core.states import State
 
 MakeConfig = Callable[..., SchedulerConfig]
@@ -166,7 +159,8 @@ def test_output_limit_fills_the_room_exactly(make_config: MakeConfig) -> None:
 
 
 def _check(request_id: Any = "r", max_tokens: Any = 1, priority: Any = 0, stop_ids: Any = (), **sampling: Any) -> None:
-    check_parameters(request_id, max_tokens, priority, stop_ids, SamplingParams(**sampling))
+    config = SchedulerConfig(page_size=4, num_pages=16, max_rows=8, max_pages_per_row=16, vocab_size=997)
+    check_parameters(request_id, max_tokens, priority, stop_ids, SamplingParams(**sampling), config)
 
 
 @pytest.mark.parametrize(

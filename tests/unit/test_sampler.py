@@ -19,7 +19,7 @@ VOCAB = 40
 
 def make(params: Sequence[SamplingParams], **lease: object) -> Sampler:
     """A sampler whose row i + 1 has params[i]."""
-    sampler = Sampler(len(params))
+    sampler = Sampler(len(params), VOCAB)
     sampler.start_leases([LeaseStart(i + 1, f"request {i}", p, **lease) for i, p in enumerate(params)])  # type: ignore[arg-type]
     return sampler
 

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from pagemirror.v1 import forward_pb2, runtime_pb2
+from scheduler_service.columns import BadColumnError, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.ops import GREEDY, ForwardOp, LeaseStart, SamplingParams
 from scheduler_service.errors import ProtocolError, RuntimeMismatchError
 from scheduler_service.wire import (
-    BadColumnError,
     RefusalCode,
     RuntimeFacts,
     check_message_limit,
     facts_from_proto,
-    int32_from_bytes,
-    int32_to_bytes,
     mirror_rows_from_proto,
     op_to_proto,
     refusal_from_proto,

@@ -204,6 +204,7 @@ class LeaseStart(_message.Message):
     STOP_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     req_pool_index: _builtins.int
     """The row number, one of ForwardOp.req_pool_indices. 0 (unset) is refused."""
     request_id: _builtins.str
@@ -218,6 +219,10 @@ class LeaseStart(_message.Message):
     """
     traceparent: _builtins.str
     """W3C trace context of the request ("traceparent"); empty when the client sent none."""
+    history: _builtins.bytes
+    """Column int32: the request's token ids [0, num_computed), prompt first, when a penalty of `sampling` is on: these are the
+    tokens that no op of this lease carries. Empty otherwise, and when num_computed is 0. prompt_len is set with it.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """How to choose tokens. Unset: greedy."""
@@ -231,10 +236,11 @@ class LeaseStart(_message.Message):
         stop_ids: _builtins.bytes = ...,
         prompt_len: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        history: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_len", b"prompt_len", "req_pool_index", b"req_pool_index", "request_id", b"request_id", "sampling", b"sampling", "stop_ids", b"stop_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "prompt_len", b"prompt_len", "req_pool_index", b"req_pool_index", "request_id", b"request_id", "sampling", b"sampling", "stop_ids", b"stop_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,7 +249,8 @@ Global___LeaseStart: _TypeAlias = LeaseStart  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """Sampling of one request. Every field has presence: an unset field takes the default stated with it, and a value that is
-    set is checked, zero included. Order of application: temperature, top_k, top_p, min_p.
+    set is checked, zero included. Order of application: logit_bias, penalties,
+    min_new_tokens, temperature, top_k, top_p, min_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -254,6 +261,11 @@ class SamplingParams(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """In [0, 100]. 0: greedy (the first of equal logits). Unset: 0."""
     top_k: _builtins.int
@@ -269,6 +281,23 @@ class SamplingParams(_message.Message):
     """
     min_new_tokens: _builtins.int
     """Stop ids are not sampled before this many tokens were returned. Unset: 0."""
+    repetition_penalty: _builtins.float
+    """In (0, 100]. Logits of tokens that occur in the prompt or the output are divided by it where positive, else multiplied.
+    Unset: 1, no effect.
+    """
+    presence_penalty: _builtins.float
+    """In [-2, 2]. Taken from the logit of each token that occurs in the output. Unset: 0."""
+    frequency_penalty: _builtins.float
+    """In [-2, 2]. Taken from the logit of a token as often as it occurs in the output. Unset: 0."""
+    num_logprobs: _builtins.int
+    """How many of the most probable tokens are returned with each sampled one, at most 20; 0: the sampled token's own log
+    probability only. Log probabilities are those of the model's logits after bias and penalties, before min_new_tokens,
+    temperature and truncation. Unset: no log probabilities.
+    """
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Added to the logits of single tokens, before everything else. At most 1,024 entries, one per token id."""
+
     def __init__(
         self,
         *,
@@ -278,15 +307,28 @@ class SamplingParams(_message.Message):
         min_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         min_new_tokens: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_new_tokens", b"_min_new_tokens", "_min_p", b"_min_p", "_num_logprobs", b"_num_logprobs", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_new_tokens", b"min_new_tokens", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__min_new_tokens: _TypeAlias = _typing.Literal["min_new_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_new_tokens: _TypeAlias = _typing.Literal["_min_new_tokens", b"_min_new_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
     _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -296,9 +338,17 @@ class SamplingParams(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_new_tokens) -> _WhichOneofReturnType__min_new_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -309,6 +359,32 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """A change to one token's logit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """A token id in [0, vocab_size)."""
+    bias: _builtins.float
+    """In [-100, 100]."""
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):
@@ -322,6 +398,10 @@ class StepResult(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ROW_STATUS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
     """Session of the op that is answered. Never 0."""
     step: _builtins.int
@@ -338,6 +418,18 @@ class StepResult(_message.Message):
     """Column uint64: the mirror's digests for ForwardOp.row_digests followed by those for verify_rows. Only in
     verification mode; empty otherwise.
     """
+    logprobs: _builtins.bytes
+    """Column float32, one entry per entry of `tokens`: log probability of the token, NaN where its row asked for none. Empty: no
+    row asked.
+    """
+    num_top: _builtins.int
+    """K, the largest num_logprobs of the op's rows; 0 when no row asked for more than its own."""
+    top_tokens: _builtins.bytes
+    """Column int32, K entries per entry of `tokens`: the most probable tokens, most probable first; -1 beyond what a row asked
+    for. Empty when num_top is 0.
+    """
+    top_logprobs: _builtins.bytes
+    """Column float32, like top_tokens: their log probabilities, NaN beyond what a row asked for."""
     def __init__(
         self,
         *,
@@ -347,10 +439,14 @@ class StepResult(_message.Message):
         num_tokens: _builtins.bytes = ...,
         row_status: _builtins.bytes = ...,
         digests: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        num_top: _builtins.int = ...,
+        top_tokens: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "num_tokens", b"num_tokens", "row_status", b"row_status", "session_no", b"session_no", "step", b"step", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "num_top", b"num_top", "row_status", b"row_status", "session_no", b"session_no", "step", b"step", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from pagemirror.v1 import forward_pb2 as pagemirror_dot_v1_dot_forward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagemirror/v1/generation.proto\x12\rpagemirror.v1\x1a\x1bpagemirror/v1/forward.proto\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.pagemirror.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x1f\n\x17ignore_default_stop_ids\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x19\n\x0cprefix_cache\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12\x1e\n\x11max_queue_wait_ms\x18\n \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0f\n\r_prefix_cacheB\x14\n\x12_max_queue_wait_ms\"a\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.pagemirror.v1.Finished\"\x99\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagemirror.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"$\n\x0eRetractRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x11\n\x0fRetractResponse\"%\n\x0fGetStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe4\x01\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.pagemirror.v1.RequestState\x12\x0b\n\x03row\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x07 \x01(\r\x12\x14\n\x0cnum_computed\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\"\x11\n\x0fListRowsRequest\"Z\n\x10ListRowsResponse\x12\x12\n\nsession_no\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.pagemirror.v1.RowPair\"t\n\x07RowPair\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagemirror.v1.RequestInfo\x12\x17\n\x0fscheduler_pages\x18\x02 \x01(\x0c\x12\x14\n\x0cmirror_pages\x18\x03 \x01(\x0c\x12\r\n\x05\x65qual\x18\x04 \x01(\x08\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"/\n\x18ResetPrefixCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xdf\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x66\x61ult_stop_ids\x18\x07 \x01(\x0c\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x19\n\x11max_pages_per_row\x18\x0b \x01(\r\x12\x14\n\x0ctoken_budget\x18\x0c \x01(\r\x12\x12\n\nchunk_size\x18\r \x01(\r\x12\x15\n\roverlap_depth\x18\x0e \x01(\r\x12\x16\n\x0erefresh_policy\x18\x0f \x01(\t\x12\x13\n\x0bnum_waiting\x18\x10 \x01(\r\x12\x13\n\x0bnum_running\x18\x11 \x01(\r\x12\x15\n\rnum_retracted\x18\x12 \x01(\r\x12\x12\n\nfree_pages\x18\x13 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x14 \x01(\r\x12\x16\n\x0emax_prompt_len\x18\x15 \x01(\r\x12\x11\n\tnum_steps\x18\x16 \x01(\x04*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04*\xdd\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1e\n\x1aREQUEST_STATE_PREFILL_DONE\x10\x03\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x04\x12\x1b\n\x17REQUEST_STATE_RETRACTED\x10\x05\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x06\x32\xaf\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.pagemirror.v1.GenerateRequest\x1a\x1f.pagemirror.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.pagemirror.v1.AbortRequest\x1a\x1c.pagemirror.v1.AbortResponse\x12H\n\x07Retract\x12\x1d.pagemirror.v1.RetractRequest\x1a\x1e.pagemirror.v1.RetractResponse\x12\x46\n\x08GetState\x12\x1e.pagemirror.v1.GetStateRequest\x1a\x1a.pagemirror.v1.RequestInfo\x12K\n\x08ListRows\x12\x1e.pagemirror.v1.ListRowsRequest\x1a\x1f.pagemirror.v1.ListRowsResponse\x12\x63\n\x10ResetPrefixCache\x12&.pagemirror.v1.ResetPrefixCacheRequest\x1a\'.pagemirror.v1.ResetPrefixCacheResponse\x12\x43\n\x07GetInfo\x12\x1d.pagemirror.v1.GetInfoRequest\x1a\x19.pagemirror.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagemirror/v1/generation.proto\x12\rpagemirror.v1\x1a\x1bpagemirror/v1/forward.proto\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.pagemirror.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x1f\n\x17ignore_default_stop_ids\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x19\n\x0cprefix_cache\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12\x1e\n\x11max_queue_wait_ms\x18\n \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0f\n\r_prefix_cacheB\x14\n\x12_max_queue_wait_ms\"\x9d\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.pagemirror.v1.Finished\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\"\x99\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagemirror.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x05 \x01(\r\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"$\n\x0eRetractRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x11\n\x0fRetractResponse\"%\n\x0fGetStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe4\x01\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.pagemirror.v1.RequestState\x12\x0b\n\x03row\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x07 \x01(\r\x12\x14\n\x0cnum_computed\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\"\x11\n\x0fListRowsRequest\"Z\n\x10ListRowsResponse\x12\x12\n\nsession_no\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.pagemirror.v1.RowPair\"t\n\x07RowPair\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagemirror.v1.RequestInfo\x12\x17\n\x0fscheduler_pages\x18\x02 \x01(\x0c\x12\x14\n\x0cmirror_pages\x18\x03 \x01(\x0c\x12\r\n\x05\x65qual\x18\x04 \x01(\x08\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"/\n\x18ResetPrefixCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xdf\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x66\x61ult_stop_ids\x18\x07 \x01(\x0c\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x19\n\x11max_pages_per_row\x18\x0b \x01(\r\x12\x14\n\x0ctoken_budget\x18\x0c \x01(\r\x12\x12\n\nchunk_size\x18\r \x01(\r\x12\x15\n\roverlap_depth\x18\x0e \x01(\r\x12\x16\n\x0erefresh_policy\x18\x0f \x01(\t\x12\x13\n\x0bnum_waiting\x18\x10 \x01(\r\x12\x13\n\x0bnum_running\x18\x11 \x01(\r\x12\x15\n\rnum_retracted\x18\x12 \x01(\r\x12\x12\n\nfree_pages\x18\x13 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x14 \x01(\r\x12\x16\n\x0emax_prompt_len\x18\x15 \x01(\r\x12\x11\n\tnum_steps\x18\x16 \x01(\x04*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04*\xdd\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1e\n\x1aREQUEST_STATE_PREFILL_DONE\x10\x03\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x04\x12\x1b\n\x17REQUEST_STATE_RETRACTED\x10\x05\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x06\x32\xaf\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.pagemirror.v1.GenerateRequest\x1a\x1f.pagemirror.v1.GenerateResponse0\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.pagemirror.v1.AbortRequest\x1a\x1c.pagemirror.v1.AbortResponse\x12H\n\x07Retract\x12\x1d.pagemirror.v1.RetractRequest\x1a\x1e.pagemirror.v1.RetractResponse\x12\x46\n\x08GetState\x12\x1e.pagemirror.v1.GetStateRequest\x1a\x1a.pagemirror.v1.RequestInfo\x12K\n\x08ListRows\x12\x1e.pagemirror.v1.ListRowsRequest\x1a\x1f.pagemirror.v1.ListRowsResponse\x12\x63\n\x10ResetPrefixCache\x12&.pagemirror.v1.ResetPrefixCacheRequest\x1a\'.pagemirror.v1.ResetPrefixCacheResponse\x12\x43\n\x07GetInfo\x12\x1d.pagemirror.v1.GetInfoRequest\x1a\x19.pagemirror.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagemirror.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1877
-  _globals['_FINISHREASON']._serialized_end=2025
-  _globals['_REQUESTSTATE']._serialized_start=2028
-  _globals['_REQUESTSTATE']._serialized_end=2249
+  _globals['_FINISHREASON']._serialized_start=1938
+  _globals['_FINISHREASON']._serialized_end=2086
+  _globals['_REQUESTSTATE']._serialized_start=2089
+  _globals['_REQUESTSTATE']._serialized_end=2310
   _globals['_GENERATEREQUEST']._serialized_start=79
   _globals['_GENERATEREQUEST']._serialized_end=419
-  _globals['_GENERATERESPONSE']._serialized_start=421
-  _globals['_GENERATERESPONSE']._serialized_end=518
-  _globals['_FINISHED']._serialized_start=521
-  _globals['_FINISHED']._serialized_end=674
-  _globals['_ABORTREQUEST']._serialized_start=676
-  _globals['_ABORTREQUEST']._serialized_end=710
-  _globals['_ABORTRESPONSE']._serialized_start=712
-  _globals['_ABORTRESPONSE']._serialized_end=727
-  _globals['_RETRACTREQUEST']._serialized_start=729
-  _globals['_RETRACTREQUEST']._serialized_end=765
-  _globals['_RETRACTRESPONSE']._serialized_start=767
-  _globals['_RETRACTRESPONSE']._serialized_end=784
-  _globals['_GETSTATEREQUEST']._serialized_start=786
-  _globals['_GETSTATEREQUEST']._serialized_end=823
-  _globals['_REQUESTINFO']._serialized_start=826
-  _globals['_REQUESTINFO']._serialized_end=1054
-  _globals['_LISTROWSREQUEST']._serialized_start=1056
-  _globals['_LISTROWSREQUEST']._serialized_end=1073
-  _globals['_LISTROWSRESPONSE']._serialized_start=1075
-  _globals['_LISTROWSRESPONSE']._serialized_end=1165
-  _globals['_ROWPAIR']._serialized_start=1167
-  _globals['_ROWPAIR']._serialized_end=1283
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1285
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1325
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1327
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1374
-  _globals['_GETINFOREQUEST']._serialized_start=1376
-  _globals['_GETINFOREQUEST']._serialized_end=1392
-  _globals['_SERVERINFO']._serialized_start=1395
-  _globals['_SERVERINFO']._serialized_end=1874
-  _globals['_GENERATIONSERVICE']._serialized_start=2252
-  _globals['_GENERATIONSERVICE']._serialized_end=2811
+  _globals['_GENERATERESPONSE']._serialized_start=422
+  _globals['_GENERATERESPONSE']._serialized_end=579
+  _globals['_FINISHED']._serialized_start=582
+  _globals['_FINISHED']._serialized_end=735
+  _globals['_ABORTREQUEST']._serialized_start=737
+  _globals['_ABORTREQUEST']._serialized_end=771
+  _globals['_ABORTRESPONSE']._serialized_start=773
+  _globals['_ABORTRESPONSE']._serialized_end=788
+  _globals['_RETRACTREQUEST']._serialized_start=790
+  _globals['_RETRACTREQUEST']._serialized_end=826
+  _globals['_RETRACTRESPONSE']._serialized_start=828
+  _globals['_RETRACTRESPONSE']._serialized_end=845
+  _globals['_GETSTATEREQUEST']._serialized_start=847
+  _globals['_GETSTATEREQUEST']._serialized_end=884
+  _globals['_REQUESTINFO']._serialized_start=887
+  _globals['_REQUESTINFO']._serialized_end=1115
+  _globals['_LISTROWSREQUEST']._serialized_start=1117
+  _globals['_LISTROWSREQUEST']._serialized_end=1134
+  _globals['_LISTROWSRESPONSE']._serialized_start=1136
+  _globals['_LISTROWSRESPONSE']._serialized_end=1226
+  _globals['_ROWPAIR']._serialized_start=1228
+  _globals['_ROWPAIR']._serialized_end=1344
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1346
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1386
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1388
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1435
+  _globals['_GETINFOREQUEST']._serialized_start=1437
+  _globals['_GETINFOREQUEST']._serialized_end=1453
+  _globals['_SERVERINFO']._serialized_start=1456
+  _globals['_SERVERINFO']._serialized_end=1935
+  _globals['_GENERATIONSERVICE']._serialized_start=2313
+  _globals['_GENERATIONSERVICE']._serialized_end=2872
 # @@protoc_insertion_point(module_scope)

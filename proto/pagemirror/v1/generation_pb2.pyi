@@ -174,10 +174,21 @@ class GenerateResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, in the first message of the stream; empty later."""
     tokens: _builtins.bytes
     """Column int32: tokens sampled since the previous message. May be empty in the first and the last message."""
+    logprobs: _builtins.bytes
+    """Column float32, one entry per token of this message: its log probability. Empty when sampling.num_logprobs is unset."""
+    top_tokens: _builtins.bytes
+    """Column int32, sampling.num_logprobs entries per token of this message: the most probable tokens, most probable first. Empty
+    when num_logprobs is unset or 0.
+    """
+    top_logprobs: _builtins.bytes
+    """Column float32, like top_tokens: their log probabilities."""
     @_builtins.property
     def finished(self) -> Global___Finished:
         """Set in the last message and only there."""
@@ -188,10 +199,13 @@ class GenerateResponse(_message.Message):
         request_id: _builtins.str = ...,
         tokens: _builtins.bytes = ...,
         finished: Global___Finished | None = ...,
+        logprobs: _builtins.bytes = ...,
+        top_tokens: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "request_id", b"request_id", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,7 +39,7 @@ class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCo
     REFUSAL_CODE_MALFORMED: _RefusalCode.ValueType  # 6
     """Columns of unequal length, a length that is no multiple of the entry's size, a bool that is neither 0 nor 1, a
     negative length, an extend row without tokens, a decode row of more than one token, a lease start for no row of the
-    op or twice for one. [INVALID_ARGUMENT]
+    op or twice for one, a history that is not the computed tokens. [INVALID_ARGUMENT]
     """
     REFUSAL_CODE_ROW_OUT_OF_RANGE: _RefusalCode.ValueType  # 7
     """A row number outside [1, max_rows]. [INVALID_ARGUMENT]"""
@@ -68,7 +68,7 @@ class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCo
     REFUSAL_CODE_TOKEN_OUT_OF_RANGE: _RefusalCode.ValueType  # 18
     """A token id outside [0, vocab_size). [INVALID_ARGUMENT]"""
     REFUSAL_CODE_BAD_SAMPLING: _RefusalCode.ValueType  # 19
-    """A sampling parameter outside its range. [INVALID_ARGUMENT]"""
+    """A sampling parameter outside its range, or one that the model cannot honour. [INVALID_ARGUMENT]"""
 
 class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper):
     """Why an op was not executed. The first five concern the stream, the others one row. After any of them the runtime
@@ -91,7 +91,7 @@ REFUSAL_CODE_STEP_OUT_OF_ORDER: RefusalCode.ValueType  # 5
 REFUSAL_CODE_MALFORMED: RefusalCode.ValueType  # 6
 """Columns of unequal length, a length that is no multiple of the entry's size, a bool that is neither 0 nor 1, a
 negative length, an extend row without tokens, a decode row of more than one token, a lease start for no row of the
-op or twice for one. [INVALID_ARGUMENT]
+op or twice for one, a history that is not the computed tokens. [INVALID_ARGUMENT]
 """
 REFUSAL_CODE_ROW_OUT_OF_RANGE: RefusalCode.ValueType  # 7
 """A row number outside [1, max_rows]. [INVALID_ARGUMENT]"""
@@ -120,7 +120,7 @@ REFUSAL_CODE_PAGE_REPEATED: RefusalCode.ValueType  # 17
 REFUSAL_CODE_TOKEN_OUT_OF_RANGE: RefusalCode.ValueType  # 18
 """A token id outside [0, vocab_size). [INVALID_ARGUMENT]"""
 REFUSAL_CODE_BAD_SAMPLING: RefusalCode.ValueType  # 19
-"""A sampling parameter outside its range. [INVALID_ARGUMENT]"""
+"""A sampling parameter outside its range, or one that the model cannot honour. [INVALID_ARGUMENT]"""
 Global___RefusalCode: _TypeAlias = RefusalCode  # noqa: Y015
 
 @_typing.final

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from runtime_service.errors import MAX_DETAIL_LEN
-from runtime_service.op_checks import sampling_error
 from runtime_service.ops import ForwardOp, LeaseStart, RefusalCode, SamplingParams
+from runtime_service.sampling_checks import sampling_error
 
 NewSession = Callable[..., Any]
 
@@ -182,7 +182,7 @@ def test_refused_ops(
 )
 def test_sampling_ranges(parameters: dict[str, Any], prompt_len: int, message: str) -> None:
     """Each sampling parameter has its range, ends included as the protocol says."""
-    found = sampling_error(SamplingParams(**parameters), prompt_len)
+    found = sampling_error(SamplingParams(**parameters), prompt_len, 100)
     assert message in found
     assert bool(found) == bool(message)
 
