@@ -2,7 +2,8 @@
 
 A slot is `page * page_size + offset`. Page 0 is the dummy: tokens past a mirror row's width are written there, and nobody
 reads it. Memory is never cleared, so a page holds what its last tenant left, not-a-number included; readers therefore gather
-only slots of positions that were written (`runtime_service.models.attention`), instead of masking what they should not see.
+only slots of positions that were written (`runtime_service.models.gathered_attention`), instead of masking what they should not
+see.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ class PagedKVCache:
         self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         for layer in self.layers:
             layer[:, 0] = 0  # finite, so that a mirror row that wrongly names page 0 gives wrong text, not none
-        # The same memory by slot: [2][(num_pages + 1) * page_size, num_kv_heads, head_dim].
+        self._num_slots = (num_pages + 1) * page_size
+        # The same memory by slot, [2][num_slots, kv heads, head_dim], and by line, [2 * num_slots, kv heads * head_dim].
         self._by_slot = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.layers]
+        self._by_line = [layer.view(2 * self._num_slots, num_kv_heads * head_dim) for layer in self.layers]
+        self._gathered = torch.empty((0, num_kv_heads * head_dim), dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -63,17 +67,24 @@ class PagedKVCache:
         key_slots.index_copy_(0, slots, keys)
         value_slots.index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these slots.
+    def lines(self, slots: torch.Tensor) -> torch.Tensor:
+        """What `gather` takes to read both keys and values of slots int64 `[...]`: int64 [2 * number of slots]."""
+        flat = slots.reshape(-1)
+        return torch.cat((flat, flat + self._num_slots))
+
+    def gather(self, layer: int, lines: torch.Tensor) -> torch.Tensor:
+        """Keys, then values, of the slots that `lines` was made of.
+
+        One copy for both, into memory that is used again by the next call: fresh memory of this size would cost more than the
+        copy, since the system hands it out page by page.
 
         Args:
             layer: layer number.
-            slots: int64 of any shape `[...]`.
+            lines: int64 [2 * N] of `lines`.
 
         Returns:
-            Two tensors `[..., num_kv_heads, head_dim]`, copies.
+            [2 * N, num_kv_heads * head_dim], valid until the next call.
         """
-        shape = (*slots.shape, *self.layers[layer].shape[3:])
-        flat = slots.reshape(-1)
-        key_slots, value_slots = self._by_slot[layer]
-        return key_slots.index_select(0, flat).view(shape), value_slots.index_select(0, flat).view(shape)
+        if len(lines) > len(self._gathered):
+            self._gathered = self._gathered.new_empty((len(lines), self._gathered.shape[1]))
+        return torch.index_select(self._by_line[layer], 0, lines, out=self._gathered[: len(lines)])

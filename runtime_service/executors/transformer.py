@@ -1,6 +1,9 @@
-"""The executor of real language models: a Llama decoder behind the mirror, in plain torch, on CPU or GPU."""
+"""The executor of real language models: a decoder behind the mirror, on CPU or GPU."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -8,20 +11,30 @@ import torch
 
 from runtime_service.errors import SettingError
 from runtime_service.executors import TINY
-from runtime_service.executors.base import Capacity, ExecutionResult, ModelInfo
+from runtime_service.executors.base import Capacity, DeviceResult, ExecutionResult, ModelInfo, PendingResult
+from runtime_service.executors.profiling import CudaMeter, measure_peak, profile_steps
+from runtime_service.executors.sizing import Sizing, size_model
 from runtime_service.forward_batch import ForwardBatch
-from runtime_service.kv_cache import PagedKVCache, kv_bytes_per_page
+from runtime_service.kv_cache import PagedKVCache
 from runtime_service.models.config import ModelConfig, load_config
-from runtime_service.models.llama import LlamaDecoder
+from runtime_service.models.decoder import Decoder
 from runtime_service.models.tiny import TINY_CONFIG, tiny_weights
-from runtime_service.models.weights import load_weights
+from runtime_service.models.weights import find_tensors, load_weights
 from runtime_service.ops import NO_TOKEN, Int32Array, LeaseStart, RowStatus
+from runtime_service.output_ring import NDArray, OutputRing
 from runtime_service.sampler import Sampler
 from runtime_service.settings import RuntimeSettings
+from runtime_service.upload import upload
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MAX_DEFAULT_PAGES = 1 << 20
-"""Most pages that are taken without being asked for: a tiny model on a large GPU would otherwise get hundreds of millions."""
+OUTPUT_DEPTH = 4
+"""Results that may be on their way to the host: `MAX_OVERLAP_DEPTH + 2` of the session, which is a neighbour of this module."""
+
+
+class DecodeGraphs(Protocol):
+    """Captured decode steps."""
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Hidden states [T, hidden_size] of the batch, valid until the next call; None: it has to be computed without."""
 
 
 class TransformerExecutor:
@@ -31,13 +44,16 @@ class TransformerExecutor:
         decoder: the model.
         cache: KV pages; every slot that is read or written comes from a batch.
         sampler: parameters of each row.
+        graphs: captured decode steps, or None; set once the model is warm.
     """
 
-    def __init__(self, decoder: LlamaDecoder, cache: PagedKVCache, info: ModelInfo, max_rows: int) -> None:
+    def __init__(self, decoder: Decoder, cache: PagedKVCache, info: ModelInfo, max_rows: int) -> None:
         self.decoder = decoder
         self.cache = cache
-        self.sampler = Sampler(max_rows)
+        self.sampler = Sampler(max_rows, info.vocab_size, cache.layers[0].device)
+        self.graphs: DecodeGraphs | None = None
         self._info = info
+        self._outputs: OutputRing | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -69,7 +85,7 @@ class TransformerExecutor:
                 sample=np.ones(1, dtype=np.bool_),
                 clamped=np.zeros(1, dtype=np.bool_),
             )
-            self.execute(batch)
+            self.execute(batch).wait()
 
     def start_leases(self, leases: list[LeaseStart]) -> None:
         """Takes the sampling parameters of the requests that begin a lease."""
@@ -84,20 +100,35 @@ class TransformerExecutor:
         self.sampler.reset()
 
     @torch.inference_mode()
-    def execute(self, batch: ForwardBatch) -> ExecutionResult:
-        """Computes one step: one token for each row that wants one, unless it is clamped or its logits are not finite."""
-        tokens = np.full(batch.num_rows, NO_TOKEN, dtype=np.int32)
-        row_status = np.where(batch.clamped, RowStatus.CLAMPED, RowStatus.OK).astype(np.uint8)
+    def execute(self, batch: ForwardBatch) -> PendingResult:
+        """Starts one step: one token for each row that wants one, unless it is clamped or its logits are not finite."""
         sampled = np.flatnonzero(batch.sample & ~batch.clamped)
+        row_status = np.where(batch.clamped, RowStatus.CLAMPED, RowStatus.OK).astype(np.uint8)
+        self.sampler.count_inputs(batch)
         logits = self.forward(batch, sampled)
-        if len(sampled):
-            positions = (batch.host_num_computed + batch.host_input_lens)[sampled].astype(np.int64)
-            chosen, finite = self.sampler.sample(logits, batch.host_rows[sampled], positions)
-            # One copy to the host for both, which is where this step is waited for.
-            answer = torch.where(finite, chosen, NO_TOKEN).cpu().numpy()
-            tokens[sampled] = answer
-            row_status[sampled[answer == NO_TOKEN]] = RowStatus.NON_FINITE
-        return ExecutionResult(tokens=tokens, row_status=row_status)
+        if not len(sampled):
+            return ExecutionResult(np.full(batch.num_rows, NO_TOKEN, dtype=np.int32), row_status)
+        positions = (batch.host_num_computed + batch.host_input_lens)[sampled].astype(np.int64)
+        chosen, finite, logprobs = self.sampler.choose(logits, batch.host_rows[sampled], positions)
+        tokens = torch.where(finite, chosen, NO_TOKEN)
+        columns = [] if logprobs is None else [logprobs.logprobs, logprobs.top_tokens, logprobs.top_logprobs]
+        if len(sampled) < batch.num_rows:
+            index = upload(sampled, tokens.device)
+            tokens = tokens.new_full((batch.num_rows,), NO_TOKEN).index_copy_(0, index, tokens)
+            if logprobs is not None:
+                spread = logprobs.spread(index, batch.num_rows)
+                columns = [spread.logprobs, spread.top_tokens, spread.top_logprobs]
+
+        def finish(columns: list[NDArray]) -> ExecutionResult:
+            on_host = columns[0].astype(np.int32)
+            row_status[sampled[on_host[sampled] == NO_TOKEN]] = RowStatus.NON_FINITE
+            return ExecutionResult(on_host, row_status, *columns[1:])
+
+        if tokens.device.type == "cpu":
+            return finish([column.numpy() for column in (tokens, *columns)])
+        if self._outputs is None:
+            self._outputs = OutputRing(tokens.device, OUTPUT_DEPTH)
+        return DeviceResult(tokens, self._outputs.start([tokens, *columns]), finish)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, sampled: npt.NDArray[np.integer]) -> torch.Tensor:
@@ -105,107 +136,91 @@ class TransformerExecutor:
 
         Args:
             batch: R rows; R may be 0.
-            sampled: indices into its rows, [N].
+            sampled: indices into its rows, [N], ascending.
 
         Returns:
             float32 [N, vocab_size].
         """
         if batch.num_rows == 0:
             return torch.empty((0, self._info.vocab_size))
-        hidden = self.decoder.forward(batch, self.cache)
-        if len(sampled) == 0:
-            return torch.empty((0, self._info.vocab_size))
-        last = np.cumsum(batch.host_input_lens)[sampled] - 1
-        return self.decoder.logits(hidden[torch.from_numpy(last).to(hidden.device)])
+        num_tokens = int(batch.host_input_lens.sum())
+        wanted = None
+        if len(sampled) < num_tokens:
+            last = np.cumsum(batch.host_input_lens, dtype=np.int64)[sampled] - 1
+            wanted = upload(last, self.cache.layers[0].device)
+        hidden = None if self.graphs is None else self.graphs.run(batch)
+        if hidden is None:
+            hidden = self.decoder.forward(batch, self.cache, wanted)
+        elif wanted is not None:
+            hidden = hidden[wanted]
+        return self.decoder.logits(hidden)
 
 
 def create_transformer(settings: RuntimeSettings) -> tuple[TransformerExecutor, Capacity]:
-    """Loads a model and makes room for its KV cache.
+    """Loads a model and makes room for its KV cache; everything that can be refused is refused before anything is allocated.
 
     Raises:
         ModelError: the directory holds no model that can be served (`runtime_service.models.errors`).
         SettingError: a setting that the model or the machine does not allow; it names the value and the limit.
     """
-    device = _device(settings.device)
     directory = None if settings.model == TINY else settings.model_path.resolve()
     config = TINY_CONFIG if directory is None else load_config(directory)
-    dtype = _dtype(settings.dtype, config, device)
-    max_context = config.max_position if settings.max_context is None else settings.max_context
-    if not 1 <= max_context <= config.max_position:
-        raise SettingError(
-            "--max-context", max_context, f"is not within [1, {config.max_position}], what the model is made for"
-        )
-    weights = (
-        tiny_weights(dtype=dtype, device=device)
-        if directory is None
-        else load_weights(directory, config, dtype=dtype, device=device)
-    )
-    num_pages = settings.num_pages or _default_num_pages(settings, config, dtype, device)
-    cache = _allocate(settings, config, num_pages, dtype, device)
+    if directory is not None:
+        find_tensors(directory, config)
+    sizing = size_model(settings, config)
+    if directory is None:
+        weights = tiny_weights(dtype=sizing.dtype, device=sizing.device)
+    else:
+        weights = load_weights(directory, config, dtype=sizing.dtype, device=sizing.device)
+    decoder = Decoder(config, weights, sizing.attention_backend)
     info = ModelInfo(
         name=settings.model,
         architecture=config.architecture,
         vocab_size=config.vocab_size,
-        max_context=max_context,
+        max_context=sizing.max_context,
         default_stop_ids=config.stop_ids,
         tokenizer_path=directory if directory is not None and (directory / "tokenizer.json").is_file() else None,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
+        device=str(sizing.device),
+        dtype=str(sizing.dtype).removeprefix("torch."),
     )
-    # A row never has more pages than there are.
-    max_pages_per_row = settings.max_pages_per_row or min(-(-max_context // settings.page_size), num_pages)
-    executor = TransformerExecutor(LlamaDecoder(config, weights), cache, info, settings.max_rows)
-    return executor, Capacity(num_pages=num_pages, max_pages_per_row=max_pages_per_row)
+    if sizing.device.type == "cuda" and settings.num_pages is None:
+        measured = _largest_step_nbytes(settings, decoder, info, sizing)
+        torch.cuda.empty_cache()  # what loading and measuring needed for a moment is free again
+        sizing = size_model(settings, config, measured)
+    executor = TransformerExecutor(decoder, _allocate(settings, config, sizing), info, settings.max_rows)
+    return executor, Capacity(num_pages=sizing.num_pages, max_pages_per_row=sizing.max_pages_per_row)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise SettingError("--device", name, "needs a GPU that torch can use, and there is none; use cpu or auto")
-    return torch.device("cuda", torch.cuda.current_device())
+def _largest_step_nbytes(settings: RuntimeSettings, decoder: Decoder, info: ModelInfo, sizing: Sizing) -> int:
+    """Bytes beside weights and KV pages that the largest step takes, measured by running it on the dummy page."""
+    cache = _allocate(settings, decoder.config, replace(sizing, num_pages=1))
+    executor = TransformerExecutor(decoder, cache, info, settings.max_rows)
+
+    def run() -> None:
+        profile_steps(
+            executor,
+            num_tokens=settings.max_step_tokens,
+            max_rows=settings.max_rows,
+            page_size=settings.page_size,
+            max_context=sizing.max_context,
+            device=sizing.device,
+        )
+
+    run()  # compiles kernels, and has libraries take the workspaces that they keep
+    return measure_peak(run, CudaMeter(sizing.device))
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        # On a CPU bfloat16 is slow and its rounding hides mistakes; float32 whatever the checkpoint says.
-        name = "float32" if device.type == "cpu" else config.dtype or "float32"
-    if name not in DTYPES:
-        raise SettingError("--dtype", name, f"is not one of {', '.join(DTYPES)}; name one of them to convert the checkpoint")
-    return DTYPES[name]
-
-
-def _default_num_pages(settings: RuntimeSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """As many pages as the memory set aside for them holds, the dummy page included in the memory but not in the count."""
-    page_bytes = kv_bytes_per_page(config.num_layers, settings.page_size, config.num_kv_heads, config.head_dim, dtype)
-    if device.type == "cpu":
-        setting, value, budget = "--kv-cache-gib", settings.kv_cache_gib, int(settings.kv_cache_gib * 2**30)
-    else:
-        torch.cuda.empty_cache()  # what loading the weights needed for a moment is free again
-        free, _total = torch.cuda.mem_get_info(device)
-        setting, value, budget = "--kv-memory-fraction", settings.kv_memory_fraction, int(settings.kv_memory_fraction * free)
-    num_pages = min(budget // page_bytes - 1, MAX_DEFAULT_PAGES)
-    if num_pages < 1:
-        raise SettingError(setting, value, f"leaves {budget} bytes for KV pages, and two pages take {2 * page_bytes}")
-    return num_pages
-
-
-def _allocate(
-    settings: RuntimeSettings, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: torch.device
-) -> PagedKVCache:
+def _allocate(settings: RuntimeSettings, config: ModelConfig, sizing: Sizing) -> PagedKVCache:
     try:
         return PagedKVCache(
             num_layers=config.num_layers,
-            num_pages=num_pages,
+            num_pages=sizing.num_pages,
             page_size=settings.page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=dtype,
-            device=device,
+            dtype=sizing.dtype,
+            device=sizing.device,
         )
     except RuntimeError as error:  # torch's out-of-memory error on a GPU is one as well
-        page_bytes = kv_bytes_per_page(config.num_layers, settings.page_size, config.num_kv_heads, config.head_dim, dtype)
-        gib = (num_pages + 1) * page_bytes / 2**30
-        raise SettingError("--num-pages", num_pages, f"takes {gib:.1f} GiB on {device}, more than can be allocated") from error
+        limit = f"takes {sizing.kv_nbytes / 2**30:.1f} GiB on {sizing.device}, more than can be allocated"
+        raise SettingError("--num-pages", sizing.num_pages, limit) from error

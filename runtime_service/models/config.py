@@ -1,4 +1,4 @@
-"""A Llama model's description, read from config.json and generation_config.json of a Hugging Face directory.
+"""A model's description, read from config.json and generation_config.json of a Hugging Face directory.
 
 config.json comes in two forms: transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}` and `dtype`, older
 versions wrote `rope_theta`, `rope_scaling` and `torch_dtype`. A wrong RoPE base or scaling does not fail, it only makes the
@@ -7,18 +7,17 @@ text worse, so whatever is contradictory or not implemented is refused by name.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime_service.models.errors import ModelConfigError, UnsupportedModelError
+from runtime_service.models.config_reader import ConfigReader, read_object
+from runtime_service.models.errors import ModelConfigError
+from runtime_service.models.families import check_kind, sliding_window
 
-ARCHITECTURE = "LlamaForCausalLM"
 DEFAULT_ROPE_THETA = 10000.0
-"""The base of a Llama whose config.json names none (documented default of the architecture)."""
+"""The base where config.json names none (documented default of every supported family)."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Checkpoint dtypes that can be read."""
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -43,7 +42,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a Llama decoder. `max_position` is in tokens; `dtype` is that of the checkpoint, None where it is not stated."""
+    """Shape of a decoder, of whatever family.
+
+    `max_position` and `sliding_window` are in tokens; None for the window: every token sees the whole sequence before it.
+    `dtype` is that of the checkpoint, None where it is not stated.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -55,63 +58,15 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
     rope: RopeConfig = RopeConfig()
     dtype: str | None = None
     stop_ids: tuple[int, ...] = ()
-    architecture: str = ARCHITECTURE
-
-
-class _Reader:
-    """Typed access to one JSON object; every complaint names file, key and value."""
-
-    def __init__(self, path: Path | str, data: Mapping[str, Any], prefix: str = "") -> None:
-        self.path = path
-        self.data = data
-        self.prefix = prefix
-
-    def fail(self, key: str, problem: str) -> ModelConfigError:
-        return ModelConfigError(self.path, self.prefix + key, problem)
-
-    def unsupported(self, key: str, value: object, supported: str) -> UnsupportedModelError:
-        return UnsupportedModelError(self.path, self.prefix + key, value, supported)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` when the key is absent or null."""
-        value = self.data.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if value is None:
-            raise self.fail(key, "missing, an integer of at least 1 is needed")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(key, f"{value!r} is not an integer of at least 1")
-        return int(value)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if value is None:
-            raise self.fail(key, "missing, a number above 0 is needed")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.fail(key, f"{value!r} is not a number above 0")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.fail(key, f"{value!r} is neither true nor false")
-        return value
-
-    def section(self, key: str) -> _Reader | None:
-        """The object under `key`; None when it is absent, null or empty."""
-        value = self.get(key)
-        if value is None or value == {}:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(key, f"{value!r} is not an object")
-        return _Reader(self.path, value, f"{self.prefix}{key}.")
+    architecture: str = "LlamaForCausalLM"
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -128,8 +83,8 @@ def load_config(directory: Path) -> ModelConfig:
     generation_path = directory / "generation_config.json"
     if not path.is_file():
         raise ModelConfigError(directory, "", "has no config.json; `make model` makes a directory that has one")
-    generation = _read_object(generation_path) if generation_path.is_file() else None
-    return config_from_dict(_read_object(path), path, generation, generation_path)
+    generation = read_object(generation_path) if generation_path.is_file() else None
+    return config_from_dict(read_object(path), path, generation, generation_path)
 
 
 def config_from_dict(
@@ -143,71 +98,49 @@ def config_from_dict(
     Raises:
         ModelConfigError, UnsupportedModelError: as `load_config`.
     """
-    reader = _Reader(path, data)
-    _check_kind(reader)
+    reader = ConfigReader(path, data)
+    family = check_kind(reader)
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     num_kv_heads = reader.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise reader.fail("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    if reader.get("head_dim") is None and hidden_size % num_heads:
+    if reader.get("head_dim", family.head_dim) is None and hidden_size % num_heads:
         raise reader.fail("head_dim", f"missing, and hidden_size {hidden_size} is no multiple of {num_heads} heads")
-    head_dim = reader.integer("head_dim", hidden_size // num_heads)
+    head_dim = reader.integer("head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise reader.fail("head_dim", f"{head_dim} is odd, rotary embedding needs an even number")
     vocab_size = reader.integer("vocab_size")
-    max_position = reader.integer("max_position_embeddings", 2048)
-    stop_ids = _stop_ids(_Reader(generation_path, generation or {}), vocab_size)
+    max_position = reader.integer("max_position_embeddings", family.max_position)
+    stop_ids = _stop_ids(ConfigReader(generation_path, generation or {}), vocab_size)
     if stop_ids is None:
         stop_ids = _stop_ids(reader, vocab_size)
+    stated_bias = reader.boolean("attention_bias", False) if family.stated_bias else False
+    num_layers = reader.integer("num_hidden_layers")
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=reader.integer("intermediate_size"),
-        num_layers=reader.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=reader.boolean("tie_word_embeddings", False),
-        attention_bias=reader.boolean("attention_bias", False),
-        mlp_bias=reader.boolean("mlp_bias", False),
+        qkv_bias=family.qkv_bias or stated_bias,
+        out_bias=stated_bias,
+        mlp_bias=reader.boolean("mlp_bias", False) if family.stated_bias else False,
+        qk_norm=family.qk_norm,
+        sliding_window=sliding_window(reader, family, num_layers),
         rope=_rope(reader, max_position),
         dtype=_dtype(reader),
         stop_ids=stop_ids or (),
+        architecture=family.architecture,
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelConfigError(path, "", f"cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelConfigError(path, "", f"holds a {type(data).__name__}, not an object")
-    return data
-
-
-def _check_kind(reader: _Reader) -> None:
-    """Refuses whatever would compute something else than a plain Llama."""
-    architectures = reader.get("architectures")
-    if architectures is None:
-        if reader.get("model_type") != "llama":
-            raise reader.unsupported("model_type", reader.get("model_type"), "llama")
-    elif not isinstance(architectures, list) or architectures != [ARCHITECTURE]:
-        raise reader.unsupported("architectures", architectures, f"[{ARCHITECTURE!r}]")
-    if reader.get("hidden_act", "silu") != "silu":
-        raise reader.unsupported("hidden_act", reader.get("hidden_act"), "silu")
-    if reader.get("quantization_config") is not None:
-        method = reader.section("quantization_config")
-        value = method.get("quant_method", "?") if method else "?"
-        raise reader.unsupported("quantization_config", value, "weights in float32, bfloat16 or float16")
-    if reader.get("sliding_window") is not None:
-        raise reader.unsupported("sliding_window", reader.get("sliding_window"), "attention over the whole sequence")
-
-
-def _rope(reader: _Reader, max_position: int) -> RopeConfig:
+def _rope(reader: ConfigReader, max_position: int) -> RopeConfig:
     """RoPE of either form of config.json. Stated twice with different values is an error, not a choice."""
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if new is not None and old is not None and new.data != old.data:
@@ -247,12 +180,12 @@ def _rope(reader: _Reader, max_position: int) -> RopeConfig:
     )
 
 
-def _check_whole_head(reader: _Reader) -> None:
+def _check_whole_head(reader: ConfigReader) -> None:
     if reader.get("partial_rotary_factor", 1) != 1:
         raise reader.unsupported("partial_rotary_factor", reader.get("partial_rotary_factor"), "1, the whole head")
 
 
-def _dtype(reader: _Reader) -> str | None:
+def _dtype(reader: ConfigReader) -> str | None:
     key = "dtype" if reader.get("dtype") is not None else "torch_dtype"
     value = reader.get(key)
     if value is None:
@@ -263,7 +196,7 @@ def _dtype(reader: _Reader) -> str | None:
     return name
 
 
-def _stop_ids(reader: _Reader, vocab_size: int) -> tuple[int, ...] | None:
+def _stop_ids(reader: ConfigReader, vocab_size: int) -> tuple[int, ...] | None:
     """`eos_token_id`, an integer or a list; None when it is not stated."""
     value = reader.get("eos_token_id")
     if value is None:

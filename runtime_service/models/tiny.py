@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from runtime_service.models.config import ModelConfig
-from runtime_service.models.weights import LlamaWeights, assemble, expected_tensors
+from runtime_service.models.weights import DecoderWeights, assemble, expected_tensors
 
 BEGIN_ID, END_ID, PAD_ID = 256, 257, 258
 """Special tokens after the 256 bytes. Their logits are 0, far below the best byte's: greedy decoding never samples them."""
@@ -55,7 +55,7 @@ def tiny_tensors(config: ModelConfig = TINY_CONFIG, seed: int = 20) -> dict[str,
     return tensors
 
 
-def tiny_weights(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LlamaWeights:
+def tiny_weights(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> DecoderWeights:
     """Weights of `TINY_CONFIG`."""
     tensors = tiny_tensors()
     return assemble(TINY_CONFIG, lambda name: tensors[name].to(device=device, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Weights of a Llama decoder: which tensors there must be, reading them from safetensors, and the layout they compute in.
+"""Weights of a decoder: which tensors there must be, reading them from safetensors, and the layout they compute in.
 
 Every tensor that the configuration implies must be there with exactly its shape, and no other: a checkpoint that almost fits
 is a wrong configuration, and would otherwise show only as bad text.
@@ -7,6 +7,7 @@ is a wrong configuration, and would otherwise show only as bad text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class LayerWeights:
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]: query, key, value heads
     qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None  # [head_dim]
+    key_norm: torch.Tensor | None
     out: torch.Tensor  # [hidden, num_heads * head_dim]
     out_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [hidden]
@@ -45,7 +48,7 @@ class LayerWeights:
 
 
 @dataclass(slots=True)
-class LlamaWeights:
+class DecoderWeights:
     """All weights, of one dtype and on one device."""
 
     embedding: torch.Tensor  # [vocab, hidden]
@@ -62,8 +65,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         tensors[prefix + "input_layernorm.weight"] = (hidden,)
-        projections = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
-        _add(tensors, prefix + "self_attn.", projections, config.attention_bias)
+        projections: dict[str, Shape] = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden)}
+        _add(tensors, prefix + "self_attn.", projections, config.qkv_bias)
+        if config.qk_norm:
+            tensors |= {f"{prefix}self_attn.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
+        _add(tensors, prefix + "self_attn.", {"o_proj": (hidden, query)}, config.out_bias)
         tensors[prefix + "post_attention_layernorm.weight"] = (hidden,)
         projections = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
         _add(tensors, prefix + "mlp.", projections, config.mlp_bias)
@@ -80,8 +86,13 @@ def _add(tensors: dict[str, Shape], prefix: str, projections: Mapping[str, Shape
             tensors[f"{prefix}{name}.bias"] = shape[:1]
 
 
-def assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> LlamaWeights:
-    """Puts checkpoint tensors into the fused layout of `LlamaWeights`.
+def weights_nbytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights of this configuration in a dtype, known before any is read."""
+    return sum(math.prod(shape) for shape in expected_tensors(config).values()) * dtype.itemsize
+
+
+def assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> DecoderWeights:
+    """Puts checkpoint tensors into the fused layout of `DecoderWeights`.
 
     Tensors that a layer applies to the same input are concatenated, so that a step makes four products a layer, not seven.
 
@@ -103,9 +114,11 @@ def assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> LlamaW
             LayerWeights(
                 input_norm=take(f"model.layers.{layer}.input_layernorm.weight"),
                 qkv=fused(attention, query_key_value, "weight"),
-                qkv_bias=fused(attention, query_key_value, "bias") if config.attention_bias else None,
+                qkv_bias=fused(attention, query_key_value, "bias") if config.qkv_bias else None,
+                query_norm=take(attention + "q_norm.weight") if config.qk_norm else None,
+                key_norm=take(attention + "k_norm.weight") if config.qk_norm else None,
                 out=take(attention + "o_proj.weight"),
-                out_bias=take(attention + "o_proj.bias") if config.attention_bias else None,
+                out_bias=take(attention + "o_proj.bias") if config.out_bias else None,
                 post_norm=take(f"model.layers.{layer}.post_attention_layernorm.weight"),
                 gate_up=fused(mlp, gate_up, "weight"),
                 gate_up_bias=fused(mlp, gate_up, "bias") if config.mlp_bias else None,
@@ -115,12 +128,12 @@ def assemble(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> LlamaW
         )
     final_norm = take("model.norm.weight")
     head = embedding if config.tie_word_embeddings else take(_HEAD)
-    return LlamaWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
+    return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
 
 def load_weights(
     directory: Path, config: ModelConfig, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> LlamaWeights:
+) -> DecoderWeights:
     """Reads `model.safetensors`, or the files that `model.safetensors.index.json` names, and converts to `dtype`.
 
     Names, shapes and dtypes of all tensors are checked before the first one is read.
@@ -128,21 +141,29 @@ def load_weights(
     Raises:
         WeightsError: no safetensors, a damaged file, a missing or extra tensor, a wrong shape, a dtype that is no float.
     """
-    files = _weight_files(directory)
-    expected = expected_tensors(config)
-    where = _check_headers(directory, files, expected, config)
+    where = find_tensors(directory, config)
     with ExitStack() as stack:
-        stored = {path: stack.enter_context(_open(path)) for path in files}
+        # Files are mapped, and each tensor is copied from the mapping to the device when it is asked for.
+        stored = {path: stack.enter_context(_open(path, device)) for path in dict.fromkeys(where.values())}
 
         def take(name: str) -> torch.Tensor:
             tensor: torch.Tensor = stored[where[name]].get_tensor(name)
-            return tensor.to(device=device, dtype=dtype)
+            return tensor.to(dtype)
 
         weights = assemble(config, take)
         if config.tie_word_embeddings and _HEAD in where and not torch.equal(take(_HEAD), weights.head):
             problem = f"{_HEAD} differs from {_EMBEDDING}, but config.json says tie_word_embeddings"
             raise WeightsError(directory, problem, "set tie_word_embeddings to false, or remove the tensor")
     return weights
+
+
+def find_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
+    """The file of each tensor of the model, after names, shapes and dtypes were checked; reads headers only.
+
+    Raises:
+        WeightsError: as `load_weights`, except for a head that differs from tied embeddings.
+    """
+    return _check_headers(directory, _weight_files(directory), expected_tensors(config), config)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -168,9 +189,9 @@ def _weight_files(directory: Path) -> list[Path]:
     raise WeightsError(directory, f"has neither {SINGLE_NAME} nor {INDEX_NAME}{found}", remedy)
 
 
-def _open(path: Path) -> safe_open:
+def _open(path: Path, device: torch.device | str = "cpu") -> safe_open:
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        return safe_open(path, framework="pt", device=str(device))
     except (SafetensorError, OSError) as error:
         remedy = "fetch it again; a text file of some hundred bytes is a Git LFS pointer: run `git lfs pull`"
         raise WeightsError(path, f"is no safetensors file ({error})", remedy) from error

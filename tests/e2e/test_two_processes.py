@@ -155,6 +155,13 @@ async def test_text_of_a_model_without_files(commands: Any, child_env: dict[str,
         assert "7 prompt tokens" in err  # of its UTF-8
         assert "24 returned" in err
         assert (await commands.run(child_env, *sampled))[1] == out
+        status, lines, err = await commands.run(child_env, *sampled, "--logprobs", "2", "--json")
+        *tokens, end = [json.loads(line) for line in lines.splitlines()]
+        assert "".join(token["text"] for token in tokens) + end.get("text", "") == out.removesuffix("\n")
+        assert all(token["logprob"] <= token["top_logprobs"][0]["logprob"] < 0 for token in tokens)
+        assert [len(token["top_logprobs"]) for token in tokens] == [2] * 24
+        status, out, err = await commands.run(child_env, *sampled, "--frequency-penalty", "3")
+        assert (status, out, "frequency_penalty is 3.0, but must be in [-2, 2]" in err) == (1, "", True)
         status, out, err = await commands.run(child_env, *command, "--chat")
         assert (status, out) == (1, "")
         assert "no chat template" in err

@@ -32,10 +32,24 @@ def test_written_slots_and_no_others() -> None:
     assert torch.equal(cache.layers[1][1, 5, 3], values[2])
     assert bool((cache.layers[0] == -7.0).all())
     assert int((cache.layers[1] == -7.0).sum()) == cache.layers[1].numel() - 2 * 3 * 6
-    read_keys, read_values = cache.read(1, slots.flip(0)[:, None])
-    assert read_keys.shape == (3, 1, 2, 3)
-    assert torch.equal(read_keys[:, 0], keys.flip(0))
-    assert torch.equal(read_values[:, 0], values.flip(0))
+    read_keys, read_values = cache.gather(1, cache.lines(slots.flip(0)[:, None])).view(2, 3, 2, 3)
+    assert torch.equal(read_keys, keys.flip(0))
+    assert torch.equal(read_values, values.flip(0))
+
+
+def test_gathers_share_memory() -> None:
+    """Each gather takes the memory of the last one, which grows to the largest."""
+    cache = make()
+    for layer in cache.layers:
+        layer.normal_()
+    small, large = cache.lines(torch.tensor([5, 6])), cache.lines(torch.arange(4, 24))
+    first = cache.gather(0, small)
+    assert torch.equal(first, cache.layers[0].flatten(0, 2)[small].flatten(1))
+    second = cache.gather(1, small)
+    assert second.data_ptr() == first.data_ptr()
+    third = cache.gather(0, large)
+    assert torch.equal(third, cache.layers[0].flatten(0, 2)[large].flatten(1))
+    assert cache.gather(1, small).data_ptr() == third.data_ptr()
 
 
 def test_dummy_page_takes_repeated_writes() -> None:

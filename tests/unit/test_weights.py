@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
+from runtime_service.models import weights as weights_module
 from runtime_service.models.config import ModelConfig
 from runtime_service.models.errors import WeightsError
 from runtime_service.models.tiny import tiny_tensors
-from runtime_service.models.weights import LlamaWeights, assemble, expected_tensors, load_weights
+from runtime_service.models.weights import DecoderWeights, assemble, expected_tensors, load_weights
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -29,14 +31,14 @@ CONFIG = ModelConfig(
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def all_tensors(weights: LlamaWeights) -> list[torch.Tensor | None]:
+def all_tensors(weights: DecoderWeights) -> list[torch.Tensor | None]:
     found: list[torch.Tensor | None] = [weights.embedding, weights.final_norm, weights.head]
     for layer in weights.layers:
         found += [getattr(layer, name) for name in layer.__slots__]
     return found
 
 
-def assert_same(left: LlamaWeights, right: LlamaWeights) -> None:
+def assert_same(left: DecoderWeights, right: DecoderWeights) -> None:
     for one, other in zip(all_tensors(left), all_tensors(right), strict=True):
         assert (one is None) == (other is None)
         assert one is None or other is None or torch.equal(one, other)
@@ -57,7 +59,7 @@ def test_expected_names_and_shapes() -> None:
     assert expected["lm_head.weight"] == (11, 8)
     assert len(expected) == 3 + 2 * 9
     assert "lm_head.weight" not in expected_tensors(replace(CONFIG, tie_word_embeddings=True))
-    biased = expected_tensors(replace(CONFIG, attention_bias=True, mlp_bias=True))
+    biased = expected_tensors(replace(CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True))
     assert {name for name in biased if name.startswith("model.layers.0.") and name.endswith("bias")} == {
         f"model.layers.0.{part}.bias"
         for part in (*(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -189,3 +191,33 @@ def test_files_that_cannot_be_read(tmp_path: Path, tensors: dict[str, torch.Tens
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
     with pytest.raises(WeightsError, match=r"is in a\.safetensors as well"):
         load_weights(tmp_path, CONFIG)
+
+
+def test_read_once_and_to_the_device(tmp_path: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are opened for the device that computes, and each tensor is read from them once, when its layer is assembled."""
+    save_file(tensors, tmp_path / "model.safetensors")
+    opened: list[tuple[str, str]] = []
+    read: list[str] = []
+
+    class Recorder:
+        def __init__(self, path: Path, framework: str, device: str) -> None:
+            opened.append((path.name, device))
+            self._file = safe_open(path, framework=framework, device="cpu")
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr(weights_module, "safe_open", Recorder)
+    load_weights(tmp_path, CONFIG, device="cuda:1")
+    assert opened == [("model.safetensors", "cpu"), ("model.safetensors", "cuda:1")]
+    assert read == list(expected_tensors(CONFIG))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime_service.models import attention
+from runtime_service.models import gathered_attention
+from runtime_service.models.gathered_attention import plan_gathers
 from runtime_service.models.tiny import TINY_CONFIG
 from runtime_service.ops import NO_TOKEN, LeaseStart, RowStatus, SamplingParams
 
@@ -98,10 +99,12 @@ def test_long_batches_are_cut(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None
     for row, (pages, computed, _) in rows.items():
         rig.run({row: (pages, 0, list(range(row, row + computed)))})
     whole = rig.executor.forward(rig.batch(rows), np.arange(4)).clone()
-    for limit, expected in ((20, [2, 2]), (1, [1, 1, 1, 1]), (30, [3, 1])):
-        monkeypatch.setattr(attention, "MAX_GATHERED_TOKENS", limit)
+    cache = rig.executor.cache
+    line = 2 * cache.layers[0].shape[3:].numel() * 4
+    for limit, expected in ((20, [2, 2]), (1, [1, 1, 1, 1]), (30, [2, 2]), (40, [4])):
+        monkeypatch.setattr(gathered_attention, "MAX_GATHERED_BYTES", {"cpu": limit * line})
         batch = rig.batch(rows)
-        assert [reads.end - reads.begin for reads in attention.plan_attention(batch).decode] == expected
+        assert sorted(reads.num_rows for reads in plan_gathers(batch, cache).reads) == sorted(expected)
         torch.testing.assert_close(rig.executor.forward(batch, np.arange(4)), whole, rtol=0, atol=1e-5)
 
 

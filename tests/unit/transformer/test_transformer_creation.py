@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from runtime_service.errors import SettingError
-from runtime_service.executors import transformer
 from runtime_service.executors.base import ModelExecutor
 from runtime_service.executors.transformer import create_transformer
 from runtime_service.models.config import ModelConfig
@@ -150,15 +148,6 @@ def test_device_without_gpu(make_settings: MakeSettings, monkeypatch: pytest.Mon
     assert create_transformer(make_settings(device="auto"))[0].info.device == "cpu"
     with pytest.raises(SettingError, match="--device: cuda needs a GPU"):
         create_transformer(make_settings(device="cuda"))
-
-
-def test_gpu_dtype_is_the_checkpoints() -> None:
-    """On a GPU, auto takes the checkpoint's dtype, float32 where it states none, and refuses to guess for float16."""
-    cuda = torch.device("cuda", 0)
-    assert transformer._dtype("auto", SMALL, cuda) == torch.bfloat16
-    assert transformer._dtype("auto", replace(SMALL, dtype=None), cuda) == torch.float32
-    with pytest.raises(SettingError, match="--dtype: float16 is not one of float32, bfloat16"):
-        transformer._dtype("auto", replace(SMALL, dtype="float16"), cuda)
 
 
 def test_no_such_model(make_settings: MakeSettings, tmp_path: Path) -> None:
