@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from runtime_service.errors import SettingsError
+from runtime_service.errors import RuntimeServiceError, SettingsError
 from runtime_service.settings import DEFAULT_LISTEN, ENV_PREFIX, RuntimeSettings, load_settings, prepare_environment
 
 HELP = f"""\
@@ -53,9 +53,22 @@ def runtime(
         int | None, typer.Option(help="Longest sequence in tokens, prompt and output. Default: the model's own.")
     ] = None,
     kv_memory_fraction: Annotated[
-        float | None, typer.Option(help="Share of the GPU's free memory for the KV cache. Default: 0.9.")
+        float | None, typer.Option(help="Share of the GPU memory that is left for KV pages. Default: 0.9.")
     ] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache on a CPU, in GiB. Default: 1.")] = None,
+    max_step_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the largest step to keep memory for: the scheduler's token budget. Default: 2048."),
+    ] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="auto, triton or torch. Default: auto, which is triton on a GPU.")
+    ] = None,
+    graphs: Annotated[
+        bool | None, typer.Option("--graphs/--no-graphs", help="Decode steps as CUDA graphs. Default: graphs, on a GPU.")
+    ] = None,
+    graph_buckets: Annotated[
+        str | None, typer.Option(help="Numbers of rows to capture graphs for: 1,2,4,8. Default: steps up to --max-rows.")
+    ] = None,
     heartbeat_interval_s: Annotated[float | None, typer.Option(help="Seconds between heartbeats. Default: 1.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Seconds that calls may take to end at shutdown. Default: 5.")] = None,
     exit_with_parent: Annotated[
@@ -64,15 +77,23 @@ def runtime(
     demonstrate_tail_only: Annotated[bool | None, typer.Option("--demonstrate-tail-only", hidden=True)] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. Default: info.")] = None,
     log_format: Annotated[str | None, typer.Option(help="console or json. Default: console.")] = None,
+    print_plan: Annotated[
+        bool, typer.Option("--print-plan", help="Say what memory goes where, load nothing, and exit.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --print-plan: as one JSON object.")] = False,
 ) -> None:
     """Collect the options that were given; `HELP` is what people read."""
+    given = {name: value for name, value in locals().items() if name not in {"print_plan", "as_json"}}
+    if as_json and not print_plan:
+        sys.stderr.write("error: --json goes with --print-plan\n")
+        raise typer.Exit(2)
     try:
-        settings = load_settings(**locals())
+        settings = load_settings(**given)
     except SettingsError as error:
         for problem in error.problems:
             sys.stderr.write(f"error: {problem}\n")
         raise typer.Exit(2) from None
-    raise typer.Exit(start(settings))
+    raise typer.Exit(show_plan(settings, as_json=as_json) if print_plan else start(settings))
 
 
 def start(settings: RuntimeSettings) -> int:
@@ -81,6 +102,20 @@ def start(settings: RuntimeSettings) -> int:
     from runtime_service.app import run
 
     return run(settings)
+
+
+def show_plan(settings: RuntimeSettings, *, as_json: bool) -> int:
+    """Print the memory plan on stdout; the exit status, 1 where the settings leave too little memory."""
+    prepare_environment(settings)
+    from runtime_service.memory_plan import plan_memory, write_plan
+
+    try:
+        plan = plan_memory(settings)
+    except RuntimeServiceError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    write_plan(plan, sys.stdout, as_json=as_json)
+    return 0
 
 
 def main() -> None:

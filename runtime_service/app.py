@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from runtime_service.errors import RuntimeServiceError
 from runtime_service.execution import ExecutionThread
-from runtime_service.executors import create_executor
+from runtime_service.executors import attach_graphs, create_executor, warm_up_kernels
 from runtime_service.executors.base import Capacity, ModelExecutor
 from runtime_service.listen import bind, claim_unix_path
 from runtime_service.parent import watch_process
@@ -62,10 +62,12 @@ def load(settings: RuntimeSettings, create: Create = create_executor) -> tuple[S
     if broken:
         log.warning("checks_off", reason="--demonstrate-tail-only: mirror rows will go stale")
     shape = (settings.max_rows, capacity.max_pages_per_row, capacity.num_pages, settings.page_size)
-    session = SessionState(*shape, model.vocab_size, lenient=broken)
+    session = SessionState(*shape, model.vocab_size, lenient=broken, greedy_only=model.greedy_only)
     mirror = ReqToPage(*shape, device=model.device, zero_fill=not broken)
     runner = StepRunner(session, mirror, executor)
     executor.warm_up()
+    warm_up_kernels(executor, mirror)
+    attach_graphs(executor, settings, mirror)
     facts = RuntimeFacts(
         model=model,
         runtime_epoch=secrets.randbits(64) | 1,  # never 0

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from runtime_service.forward_batch import ForwardBatch
+from runtime_service.kernels.decode_inputs import decode_inputs
 from runtime_service.ops import ForwardOp
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.staging import StagingRing
 
 
 class BatchBuilder:
-    """Builds the `ForwardBatch` of an op that was checked and whose pages are already in the mirror."""
+    """Builds the `ForwardBatch` of an op that was checked and whose pages are already in the mirror.
 
-    def __init__(self, mirror: ReqToPage, device: str | torch.device) -> None:
+    Args:
+        mirror: page rows.
+        device: where batches lie.
+        decode_kernel: have positions, lengths and slots of a step of decode rows alone worked out on the device, in one launch
+            (`kernels.decode_inputs`); only row numbers and lengths are copied there then. None: on a GPU.
+    """
+
+    def __init__(self, mirror: ReqToPage, device: str | torch.device, *, decode_kernel: bool | None = None) -> None:
         self._mirror = mirror
         self._entries = mirror.table.view(-1)
-        self._staging = StagingRing(torch.device(device), torch.int64)
+        device = torch.device(device)
+        self._staging = StagingRing(device, torch.int64)
+        self._decode_kernel = device.type == "cuda" if decode_kernel is None else decode_kernel
+        # For the kernel: what each row has computed, as of its last step, and columns that are the same for every step.
+        size = mirror.max_rows + 1
+        self._lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self._ones = torch.ones(size, dtype=torch.int64, device=device)
+        self._counts = torch.arange(size + 1, device=device)
 
     def build(self, op: ForwardOp, last_tokens: torch.Tensor) -> ForwardBatch:
         """Make the batch of `op`; `last_tokens` is int64 [max_rows + 1] on the device, the last sampled token of each row.
@@ -38,6 +54,9 @@ class BatchBuilder:
             raise ValueError(f"{len(op.input_ids)} input ids for {num_extend_tokens} tokens of {num_extend_rows} extend rows")
         if num_tokens - num_extend_tokens != num_rows - num_extend_rows:
             raise ValueError(f"{num_rows - num_extend_rows} decode rows compute {num_tokens - num_extend_tokens} tokens")
+
+        if num_extend_rows == 0 and num_rows and self._decode_kernel:
+            return self._build_decode(op, rows, num_computed, last_tokens)
 
         ends = num_computed + input_lens
         width_tokens = mirror.max_pages_per_row * page_size
@@ -82,4 +101,40 @@ class BatchBuilder:
             host_input_lens=op.input_lens,
             sample=op.sample,
             clamped=clamped,
+        )
+
+    def _build_decode(
+        self,
+        op: ForwardOp,
+        rows: npt.NDArray[np.int64],
+        num_computed: npt.NDArray[np.int64],
+        last_tokens: torch.Tensor,
+    ) -> ForwardBatch:
+        mirror, num_rows = self._mirror, op.num_rows
+        width_tokens = mirror.max_pages_per_row * mirror.page_size
+        packed = self._staging.begin(2 * num_rows)
+        packed[:num_rows], packed[num_rows : 2 * num_rows] = rows, num_computed
+        d_rows, d_num_computed = torch.split(self._staging.upload(), num_rows)
+        self._lengths.index_copy_(0, d_rows, d_num_computed)  # the op is authoritative
+        positions, seq_lens, out_cache_loc = decode_inputs(
+            mirror.table, d_rows, self._lengths, mirror.page_size, width_tokens=width_tokens
+        )
+        return ForwardBatch(
+            req_to_page=mirror.table,
+            page_size=mirror.page_size,
+            rows=d_rows,
+            num_computed=d_num_computed,
+            input_lens=self._ones[:num_rows],
+            seq_lens=seq_lens,
+            query_indptr=self._counts[: num_rows + 1],
+            input_ids=last_tokens[d_rows],
+            positions=positions,
+            token_rows=self._counts[:num_rows],
+            out_cache_loc=out_cache_loc,
+            num_extend_rows=0,
+            host_rows=op.req_pool_indices,
+            host_num_computed=op.num_computed,
+            host_input_lens=op.input_lens,
+            sample=op.sample,
+            clamped=num_computed >= width_tokens,
         )

@@ -4,12 +4,15 @@ Three tasks share a stream: the reader queues jobs for the execution thread, the
 beat puts a heartbeat into the writer's queue every interval, whatever the execution thread does. `session_no` is the one
 thing the execution thread looks at: a job whose session is no longer the stream's is dropped before it runs, and a result that
 comes too late is discarded.
+
+An op is a job in two halves, launch and collect, so up to `overlap_depth + 1` steps are on the device at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -18,7 +21,7 @@ import structlog
 from runtime_service import wire
 from runtime_service.errors import Refusal
 from runtime_service.execution import ExecutionThread
-from runtime_service.step_runner import StepRunner
+from runtime_service.step_runner import PendingStep, StepRunner
 
 log = structlog.get_logger(__name__)
 
@@ -37,8 +40,26 @@ class EndStream(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True, slots=True)
+class _LaunchedOp:
+    """The second half of an op's job."""
+
+    stream: ExecuteStream
+    session_no: int
+    launched: PendingStep | Refusal | None  # None: the op's session was over before it was launched
+
+    def ready(self) -> bool:
+        return not isinstance(self.launched, PendingStep) or self._is_over() or self.launched.ready()
+
+    def finish(self) -> wire.ExecuteResponse | None:
+        return self.stream._collect_op(self.launched, self.session_no)
+
+    def _is_over(self) -> bool:
+        return self.stream.session_no != self.session_no
+
+
 class ExecuteStream:
-    """The session(s) of one scheduler on one stream. Lives in the event loop, except for `_run_op` and `_run_reset`."""
+    """The session(s) of one scheduler on one stream. Lives in the event loop, except for what the execution thread is given."""
 
     def __init__(self, hello: wire.SchedulerHello, thread: ExecutionThread, runner: StepRunner) -> None:
         self.scheduler_epoch = hello.scheduler_epoch
@@ -129,7 +150,8 @@ class ExecuteStream:
         self._outbox.put_nowait(None)
 
     def _submit_op(self, message: wire.ForwardOpMessage) -> None:
-        future = self._thread.call(partial(self._run_op, message, self.session_no))
+        launch = partial(self._launch_op, message, self.session_no)
+        future = self._thread.call_in_halves(launch, self._overlap_depth + 1)
         future.add_done_callback(partial(self._answer, frees_room=True))
 
     def _submit_reset(self, session_no: int) -> None:
@@ -143,20 +165,26 @@ class ExecuteStream:
 
     # -- in the execution thread
 
-    def _run_op(self, message: wire.ForwardOpMessage, session_no: int) -> wire.ExecuteResponse | None:
+    def _launch_op(self, message: wire.ForwardOpMessage, session_no: int) -> _LaunchedOp:
         if self.session_no != session_no:
-            return None
+            return _LaunchedOp(self, session_no, None)
         runner = self._runner
         try:
             op = wire.op_from_proto(message)
         except Refusal as refusal:
-            return wire.refusal_to_proto(runner.refuse(refusal))
-        answer = runner.run(op)
+            return _LaunchedOp(self, session_no, runner.refuse(refusal))
+        return _LaunchedOp(self, session_no, runner.launch(op))
+
+    def _collect_op(self, launched: PendingStep | Refusal | None, session_no: int) -> wire.ExecuteResponse | None:
+        # A session that is over has no use for its results: the reset that follows drops them, unread.
+        if launched is None or self.session_no != session_no:
+            return None
+        answer = launched if isinstance(launched, Refusal) else self._runner.collect(launched)
         if self.session_no != session_no:
             return None
         if isinstance(answer, Refusal):
             return wire.refusal_to_proto(answer)
-        self.last_step = runner.session.last_step
+        self.last_step = max(self.last_step, answer.step)
         return wire.result_to_proto(answer)
 
     def _run_reset(self, session_no: int) -> wire.ExecuteResponse | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime_service.errors import SettingsError
 
@@ -45,9 +45,17 @@ class RuntimeSettings(BaseSettings):
     max_context: Annotated[int, Field(ge=1, lt=MAX_INT32)] | None = None
     """Longest sequence in tokens; None: the model's own."""
     kv_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's free memory for the KV cache."""
+    """Share for the KV cache of what the weights, the largest step and the graphs leave of a GPU's free memory."""
     kv_cache_gib: Annotated[float, Field(gt=0, le=65_536)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
+    max_step_tokens: Annotated[int, Field(ge=1, le=2**24)] = 2048
+    """Tokens of the largest step that memory is set aside for: the scheduler's token budget."""
+    attention_backend: Literal["auto", "triton", "torch"] = "auto"
+    """`auto`: triton on a GPU, torch on a CPU."""
+    graphs: bool = True
+    """Run decode steps as CUDA graphs where the model can."""
+    graph_buckets: Annotated[tuple[int, ...] | None, NoDecode] = None
+    """Numbers of rows that graphs are captured for, ascending; a step takes the next larger one. None: `default_buckets`."""
     heartbeat_interval_s: Annotated[float, Field(ge=0.01, le=60)] = 1.0
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long calls may take to end at shutdown, in seconds."""
@@ -78,6 +86,23 @@ class RuntimeSettings(BaseSettings):
             raise ValueError(f"port {match['port']} is above 65535")
         return value
 
+    @field_validator("graph_buckets", mode="before")
+    @classmethod
+    def _split_buckets(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            raise ValueError("write numbers of rows with commas between them, such as 1,2,4,8") from None
+
+    @field_validator("graph_buckets")
+    @classmethod
+    def _check_buckets(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (not value or list(value) != sorted(set(value)) or value[0] < 1):
+            raise ValueError("numbers of rows must be at least 1 and ascend")
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> RuntimeSettings:
         width = self.max_pages_per_row
@@ -85,6 +110,8 @@ class RuntimeSettings(BaseSettings):
             raise ValueError(
                 f"--max-pages-per-row {width} times --page-size {self.page_size} is above {MAX_INT32}, the last token position"
             )
+        if self.graph_buckets is not None and self.graph_buckets[-1] > self.max_rows:
+            raise ValueError(f"--graph-buckets has {self.graph_buckets[-1]}, above --max-rows {self.max_rows}")
         return self
 
 

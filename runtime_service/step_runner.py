@@ -2,11 +2,19 @@
 
 Check, mirror, batch, model, feedback, result: nothing that reads or writes rows, KV or last tokens runs outside of it.
 
+A step has two halves. `launch` checks the op and queues all its work on the compute stream, the feedback of its tokens to the
+next step included; `collect` waits for the tokens and makes the result, from what the op itself says of its rows. Several steps
+may be launched before the first is collected. On a CPU a step is over when `launch` returns.
+
+Answers do not depend on when they are collected: the first op that was refused or failed is answered so, every later one with
+SKIPPED, also one that was launched before the failure was known. What such an op did is dropped by the reset that follows.
+
 The runner is driven by exactly one thread: the runtime's execution thread, or the simulator.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,12 +23,13 @@ import torch
 
 from runtime_service.batch_builder import BatchBuilder
 from runtime_service.errors import Refusal
-from runtime_service.executors.base import ModelExecutor
+from runtime_service.executors.base import ExecutionResult, ModelExecutor, PendingResult
 from runtime_service.forward_batch import ForwardBatch
 from runtime_service.op_checks import Int64Array
-from runtime_service.ops import NO_TOKEN, ForwardOp, Int32Array, RefusalCode, RowStatus, StepResult
+from runtime_service.ops import NO_TOKEN, BoolArray, ForwardOp, Int32Array, RefusalCode, RowStatus, StepResult
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.session import SessionState
+from runtime_service.staging import StagingRing
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +47,55 @@ class RowsSnapshot:
     pages: Int32Array  # concatenated, valid_len entries each
 
 
+class PendingStep:
+    """A step that was launched: its op, what the model owes, and its answer once that is known."""
+
+    def __init__(self, op: ForwardOp, outcome: PendingResult | None, clamped: BoolArray) -> None:
+        self.op = op
+        self.answer: StepResult | Refusal | None = None
+        self._outcome = outcome
+        self._clamped = clamped
+        self._result: StepResult | None = None
+
+    @classmethod
+    def answered(cls, op: ForwardOp, answer: StepResult) -> PendingStep:
+        """A step that owes nothing: a repeat."""
+        step = cls(op, None, np.empty(0, dtype=np.bool_))
+        step.answer = answer
+        return step
+
+    def ready(self) -> bool:
+        """Whether `StepRunner.collect` would return at once, as far as this step goes."""
+        if self._outcome is None:
+            return True
+        try:
+            return self._outcome.ready()
+        except Exception:  # what it failed with is for `collect` to say
+            return True
+
+    def drop(self) -> None:
+        """Nobody wants the answer any more."""
+        self._outcome = None
+
+    def wait(self) -> StepResult:
+        """The result, from the op's own columns; raises what the step failed with."""
+        if self._result is None:
+            outcome, self._outcome = self._outcome, None
+            if outcome is None:
+                raise RuntimeError(f"the result of step {self.op.step} was dropped")
+            op, result = self.op, outcome.wait()
+            if len(result.tokens) != op.num_rows or len(result.row_status) != op.num_rows:
+                raise RuntimeError(f"the model answered {len(result.tokens)} rows of {op.num_rows}")
+            tokens = np.where(op.sample & ~self._clamped, result.tokens, NO_TOKEN).astype(np.int32, copy=False)
+            row_status = np.where(self._clamped, RowStatus.CLAMPED, result.row_status).astype(np.uint8, copy=False)
+            logprob_columns = (result.logprobs, result.top_tokens, result.top_logprobs)
+            self._result = StepResult(op.session_no, op.step, tokens, row_status, *logprob_columns)
+        return self._result
+
+
+_NOTHING = ExecutionResult(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8))
+
+
 class StepRunner:
     """Applies ops to a session, a mirror and a model, and answers each with a result or a refusal, never with an exception."""
 
@@ -45,9 +103,17 @@ class StepRunner:
         self.session = session
         self.mirror = mirror
         self.executor = executor
-        self._builder = BatchBuilder(mirror, mirror.table.device)
+        device = mirror.table.device
+        self._builder = BatchBuilder(mirror, device)
         # Feedback for decode rows. Row 0 is the padding sink; a row without a token so far feeds token 0.
-        self._last_tokens = torch.zeros(session.limits.max_rows + 1, dtype=torch.int64, device=mirror.table.device)
+        self._last_tokens = torch.zeros(session.limits.max_rows + 1, dtype=torch.int64, device=device)
+        self._new_rows = StagingRing(device, torch.int64, capacity=session.limits.max_rows)
+        self._pending: deque[PendingStep] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._pending)
 
     def open(self, scheduler_epoch: int, session_no: int, overlap_depth: int) -> None:
         """Begin the session of a hello with everything dropped. Raises like `SessionState.open`, changing nothing."""
@@ -66,26 +132,40 @@ class StepRunner:
 
     def run(self, op: ForwardOp) -> StepResult | Refusal:
         """Check, apply and execute one op. A refused op has changed nothing; after a failed one only a reset helps."""
+        launched = self.launch(op)
+        return launched if isinstance(launched, Refusal) else self.collect(launched)
+
+    def launch(self, op: ForwardOp) -> PendingStep | Refusal:
+        """Check and apply one op and start its step.
+
+        A refusal waits for the steps launched before, since one of them may have failed, which makes this op a skipped one.
+        """
         try:
-            stored = self.session.check(op)
+            stored = self._check(op)
         except Refusal as refusal:
             log.warning("refused", session_no=op.session_no, step=op.step, code=refusal.code.name, detail=refusal.detail)
             return refusal
         if stored is not None:
-            return stored
+            return PendingStep.answered(op, stored)
         try:
-            result = self._execute(op)
+            step = self._start(op)
         except Exception as error:
-            code = RefusalCode.OUT_OF_MEMORY if (out_of_memory := _is_out_of_memory(error)) else RefusalCode.STEP_FAILED
-            log.exception("step failed", session_no=op.session_no, step=op.step, code=code.name, num_rows=op.num_rows)
-            # The peer learns which step it was and no more; the traceback is in our log.
-            what = "not enough memory for" if out_of_memory else "an error inside the runtime during"
-            return self.session.fail(op, code, f"{what} step {op.step} of {op.num_rows} rows; see the runtime's log")
-        self.session.store(result)
-        return result
+            self._settle()
+            return self._failed(op, error)
+        self._pending.append(step)
+        return step
+
+    def collect(self, step: PendingStep) -> StepResult | Refusal:
+        """The answer to a launched op; waits for it, and for those launched before it."""
+        while step.answer is None:
+            if not self._pending:
+                raise RuntimeError(f"step {step.op.step} of session {step.op.session_no} was dropped by a reset")
+            self._collect_oldest()
+        return step.answer
 
     def refuse(self, refusal: Refusal) -> Refusal:
         """An op could not even be read: break the session and return what to answer."""
+        self._settle()
         return self.session.refuse(refusal)
 
     def read_rows(self, rows: Int32Array | None = None) -> RowsSnapshot:
@@ -107,7 +187,20 @@ class StepRunner:
             pages=np.concatenate(parts) if parts else np.empty(0, dtype=np.int32),
         )
 
-    def _execute(self, op: ForwardOp) -> StepResult:
+    def _check(self, op: ForwardOp) -> StepResult | None:
+        """`SessionState.check`, after the steps before this one where the answer depends on how they end."""
+        session = self.session
+        if self._pending and op.step != session.last_step + 1:
+            self._settle()  # a repeat: its result may be among them
+        try:
+            return session.check(op)
+        except Refusal as refusal:
+            self._settle()
+            if session.broken_by is not refusal and refusal.code is not RefusalCode.SKIPPED:
+                return session.check(op)  # SKIPPED: an earlier step has failed
+            raise
+
+    def _start(self, op: ForwardOp) -> PendingStep:
         session, executor = self.session, self.executor
         session.commit(op)
         self.mirror.apply(op, request_ids=session.request_ids)
@@ -115,17 +208,49 @@ class StepRunner:
             executor.release_rows(op.released_rows)
         if op.lease_starts:
             executor.start_leases(op.lease_starts)
-            self._last_tokens[[lease.req_pool_index for lease in op.lease_starts]] = 0
+            new_rows = self._new_rows.begin(len(op.lease_starts))
+            new_rows[:] = [lease.req_pool_index for lease in op.lease_starts]
+            self._last_tokens.index_fill_(0, self._new_rows.upload(), 0)
         if op.num_rows == 0:
-            return StepResult(op.session_no, op.step, np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8))
+            return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_))
         batch = self._builder.build(op, self._last_tokens)
         outcome = executor.execute(batch)
-        if len(outcome.tokens) != op.num_rows or len(outcome.row_status) != op.num_rows:
-            raise RuntimeError(f"the model answered {len(outcome.tokens)} rows of {op.num_rows}")
-        tokens = np.where(op.sample & ~batch.clamped, outcome.tokens, NO_TOKEN).astype(np.int32, copy=False)
-        row_status = np.where(batch.clamped, RowStatus.CLAMPED, outcome.row_status).astype(np.uint8, copy=False)
-        self._feed_back(batch, tokens)
-        return StepResult(op.session_no, op.step, tokens, row_status)
+        step = PendingStep(op, outcome, batch.clamped)
+        if outcome.device_tokens is not None:
+            self._feed_back_on_device(batch, outcome.device_tokens)
+        else:
+            self._feed_back(batch, step.wait().tokens)
+        return step
+
+    def _collect_oldest(self) -> None:
+        step = self._pending.popleft()
+        op, broken_by = step.op, self.session.broken_by
+        if broken_by is not None and broken_by.step < op.step:
+            step.drop()
+            step.answer = self.session.skipped(op)
+            return
+        try:
+            result = step.wait()
+        except Exception as error:
+            step.answer = self._failed(op, error)
+            return
+        self.session.store(result)
+        step.answer = result
+
+    def _settle(self) -> None:
+        while self._pending:
+            self._collect_oldest()
+
+    def _failed(self, op: ForwardOp, error: Exception) -> Refusal:
+        """The answer to an op that failed; called while the error is handled, with every earlier step collected."""
+        if self.session.broken_by is not None and self.session.broken_by.step < op.step:
+            return self.session.skipped(op)
+        code = RefusalCode.OUT_OF_MEMORY if (out_of_memory := _is_out_of_memory(error)) else RefusalCode.STEP_FAILED
+        facts = {"session_no": op.session_no, "step": op.step, "code": code.name, "num_rows": op.num_rows}
+        log.exception("step failed", **facts)  # noqa: LOG004  (the caller handles the exception)
+        # The peer learns which step it was and no more; the traceback is in our log.
+        what = "not enough memory for" if out_of_memory else "an error inside the runtime during"
+        return self.session.fail(op, code, f"{what} step {op.step} of {op.num_rows} rows; see the runtime's log")
 
     def _feed_back(self, batch: ForwardBatch, tokens: Int32Array) -> None:
         sampled = tokens != NO_TOKEN
@@ -136,12 +261,24 @@ class StepRunner:
             values = torch.from_numpy(tokens[sampled].astype(np.int64)).to(self._last_tokens.device)
             self._last_tokens[batch.rows[which]] = values
 
+    def _feed_back_on_device(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
+        """`last_tokens[row] = token` for the rows that sampled, without asking the device which these are."""
+        if tokens.shape != batch.rows.shape:
+            raise RuntimeError(f"the model answered {len(tokens)} rows of {batch.num_rows}")
+        kept = torch.where(tokens >= 0, tokens, self._last_tokens[batch.rows])
+        self._last_tokens.index_copy_(0, batch.rows, kept)
+
     def _drop_rows(self) -> None:
+        # What the dropped steps still do on the device is ordered before anything of the new session.
+        for step in self._pending:
+            step.drop()
+        self._pending.clear()
         self.mirror.reset()
         self.executor.reset()
         self._last_tokens.zero_()
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # Torch's allocator for the CPU raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    # Torch's allocator for the CPU, and calls of the driver beside torch's allocator, raise a plain RuntimeError.
+    words = ("can't allocate memory", "CUDA error: out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in str(error) for part in words)

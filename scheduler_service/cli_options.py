@@ -29,6 +29,14 @@ class AnyPolicy(StrEnum):
     TAIL_ONLY = "tail_only"
 
 
+# Of the runtime, which checks them.
+KvMemoryFraction = Annotated[
+    float | None, typer.Option(help="Share of the GPU memory that is left for KV pages.  [default: 0.9]")
+]
+AttentionBackend = Annotated[str | None, typer.Option(help="auto, triton or torch.  [default: auto]")]
+Graphs = Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="Decode steps as CUDA graphs.  [default: graphs]")]
+GraphBuckets = Annotated[str | None, typer.Option(help="Numbers of rows to capture graphs for: 1,2,4,8.")]
+
 TokenBudget = Annotated[int | None, typer.Option(help="Tokens computed in one step.  [default: 2048]")]
 ChunkSize = Annotated[int | None, typer.Option(help="Prefill tokens of one request in one step.  [default: 512]")]
 Policy = Annotated[ServedPolicy | None, typer.Option(help="When a page row is sent whole.  [default: transition]")]

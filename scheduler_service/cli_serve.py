@@ -9,11 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from scheduler_service.cli_options import (
+    AttentionBackend,
     Check,
     ChunkSize,
     ExitWithParent,
     Grace,
+    GraphBuckets,
+    Graphs,
     HeartbeatTimeout,
+    KvMemoryFraction,
     LogJson,
     LogLevel,
     MaxWaiting,
@@ -42,6 +46,10 @@ def up(
     max_pages_per_row: Annotated[int | None, typer.Option(help="Longest request, in pages.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Longest request, in tokens.  [default: the model's]")] = None,
     kv_cache_gib: Annotated[float | None, typer.Option(help="Size of the KV cache on a CPU, in GiB.  [default: 1]")] = None,
+    kv_memory_fraction: KvMemoryFraction = None,
+    attention_backend: AttentionBackend = None,
+    graphs: Graphs = None,
+    graph_buckets: GraphBuckets = None,
     token_budget: TokenBudget = None,
     chunk_size: ChunkSize = None,
     refresh_policy: Policy = None,
@@ -73,6 +81,11 @@ def up(
         "max_pages_per_row": max_pages_per_row,
         "max_context": max_context,
         "kv_cache_gib": kv_cache_gib,
+        "kv_memory_fraction": kv_memory_fraction,
+        "attention_backend": attention_backend,
+        "graphs": graphs,
+        "graph_buckets": graph_buckets,
+        "max_step_tokens": token_budget,
         "log_level": log_level,
     }
     scheduler = {

@@ -118,8 +118,9 @@ async def runtime_process(folder: Path, name: str, *arguments: str) -> AsyncIter
 class SteppedEngine:
     """A scheduler core and a session with a runtime, advanced one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, link: RuntimeLink, wake: asyncio.Event) -> None:
+    def __init__(self, scheduler: Scheduler, link: RuntimeLink, facts: RuntimeFacts, wake: asyncio.Event) -> None:
         self.scheduler = scheduler
+        self.facts = facts
         self._link = link
         self._wake = wake
 
@@ -181,6 +182,6 @@ async def stepped_engine(
             refresh_policy=policy,
             overlap_depth=0,
         )
-        yield SteppedEngine(Scheduler(config, session_no=runtime.session_no), link, wake)
+        yield SteppedEngine(Scheduler(config, session_no=runtime.session_no), link, facts, wake)
     finally:
         await link.close()

@@ -43,7 +43,7 @@ class InProcessRuntime:
         self.mirror = ReqToPage(*limits, zero_fill=not tail_only)
         self.model = FingerprintExecutor(config.num_pages, config.page_size)
         self.model.poison()
-        session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only)
+        session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only, greedy_only=True)
         self._runner = StepRunner(session, self.mirror, self.model)
         self._overlap_depth = config.overlap_depth
         self._num_seen = 0

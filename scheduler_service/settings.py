@@ -8,7 +8,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from scheduler_service.core.config import MAX_OVERLAP_DEPTH, RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.runtime_client import ExpectedShape, LinkLimits
-from scheduler_service.wire import RuntimeFacts
+from scheduler_service.wire import RuntimeFacts, max_lease_bytes
+
+GREEDY_ONLY_ARCHITECTURE = "fingerprint"
+"""What the runtime's hello calls the model that has no logits."""
 
 SERVED_POLICIES = tuple(policy.value for policy in RefreshPolicy if policy is not RefreshPolicy.TAIL_ONLY)
 
@@ -100,6 +103,8 @@ class SchedulerSettings(BaseSettings):
             mixed=self.mixed,
             prefix_cache=self.prefix_cache,
             max_waiting=self.max_waiting,
+            greedy_only=facts.architecture == GREEDY_ONLY_ARCHITECTURE,
+            max_lease_bytes=max_lease_bytes(facts, self.token_budget),
         )
 
 

@@ -32,7 +32,7 @@ from scheduler_service.metrics import Metrics
 from scheduler_service.runtime_client import RuntimeLink
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.subscription import Subscribers
-from scheduler_service.wire import RuntimeFacts, StepRefusal, check_message_limit
+from scheduler_service.wire import RefusalCode, RuntimeFacts, StepRefusal, check_message_limit
 
 log = structlog.get_logger("pagemirror.engine")
 
@@ -164,6 +164,8 @@ class StepLoop:
         while answers:
             answer = answers.popleft()
             if isinstance(answer.outcome, StepRefusal):
+                if answer.outcome.code is RefusalCode.OUT_OF_MEMORY:
+                    self._halve_token_budget()
                 return str(answer.outcome)
             try:
                 self.core.complete(answer.outcome)
@@ -171,6 +173,17 @@ class StepLoop:
                 return str(error)
             self._note_step(answer.seconds)
         return ""
+
+    def _halve_token_budget(self) -> None:
+        """A step needed more memory than the runtime has: plan smaller ones, down to a page, for as long as this process lives.
+
+        It never grows back: what did not fit once would not fit again, and each attempt costs every running request a prefill.
+        """
+        before = self.core.token_budget
+        after = max(before // 2, min(before, self.config.page_size))
+        self.core.set_token_budget(after)
+        say = "token_budget_halved" if after < before else "token_budget_at_its_least"
+        log.warning(say, reason="the runtime ran out of memory in a step", before=before, after=after)
 
     def _note_step(self, seconds: float) -> None:
         self.connection.trouble_is_over()

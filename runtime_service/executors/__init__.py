@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
+
 from runtime_service.errors import SettingError
 
 if TYPE_CHECKING:
     from runtime_service.executors.base import Capacity, ModelExecutor
+    from runtime_service.req_to_page import ReqToPage
     from runtime_service.settings import RuntimeSettings
+
+log = structlog.get_logger(__name__)
 
 FINGERPRINT = "fingerprint"
 TINY = "tiny"
@@ -34,18 +39,81 @@ def create_executor(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]
     return create_transformer(settings)
 
 
+def warm_up_kernels(executor: ModelExecutor, mirror: ReqToPage) -> None:
+    """Compile what the first steps over `mirror` would otherwise wait for, where a model uses the Triton kernels."""
+    if mirror.table.device.type != "cuda":
+        return
+    from runtime_service.executors.transformer import TransformerExecutor
+    from runtime_service.kernels import warm_up
+
+    if isinstance(executor, TransformerExecutor) and executor.decoder.attention_backend == "triton":
+        warm_up.warm_up_kernels(executor.cache.layers[0], mirror.table, executor.decoder.config.num_heads)
+
+
+def attach_graphs(executor: ModelExecutor, settings: RuntimeSettings, mirror: ReqToPage) -> bool:
+    """Capture the decode steps of a warm model as CUDA graphs, where settings, device and model allow it; whether it was done.
+
+    Batches over `mirror` use them from then on. A capture that fails is a warning: the model serves without graphs.
+    """
+    device = mirror.table.device
+    if not settings.graphs or device.type != "cuda" or settings.model == FINGERPRINT:
+        return False
+    from runtime_service.executors.decode_graphs import DecodeGraphs
+    from runtime_service.executors.reserves import graph_buckets
+    from runtime_service.executors.transformer import TransformerExecutor
+    from runtime_service.kernels.decode_attention import DecodeWorkspace
+
+    if not isinstance(executor, TransformerExecutor):
+        return False
+    decoder, cache = executor.decoder, executor.cache
+    buckets = graph_buckets(settings, device, decoder.attention_backend)
+    if not buckets:
+        return False
+    config = decoder.config
+    decoder.workspace = DecodeWorkspace.create(
+        max_rows=mirror.max_rows,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_seq_len=mirror.max_pages_per_row * mirror.page_size,
+        device=device,
+    )
+    graphs = DecodeGraphs(
+        lambda batch: decoder.forward(batch, cache),
+        buckets=buckets,
+        req_to_page=mirror.table,
+        page_size=mirror.page_size,
+        device=device,
+    )
+    try:
+        graphs.capture()
+    except RuntimeError as error:
+        log.warning("decode steps run without CUDA graphs", reason=str(error), buckets=graphs.buckets)
+        return False
+    executor.graphs = graphs
+    log.info("decode steps are captured", buckets=graphs.buckets)
+    return True
+
+
 def _create_fingerprint(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]:
     import torch
 
-    from runtime_service.executors.base import Capacity
     from runtime_service.executors.fingerprint import FingerprintExecutor
 
     device = "cuda:0" if settings.device == "cuda" else "cpu"  # exact arithmetic on the host: a GPU only when asked for
     if device != "cpu" and not torch.cuda.is_available():
         raise SettingError("--device", settings.device, "but this machine has no CUDA device that torch can use")
-    num_pages = settings.num_pages or FINGERPRINT_NUM_PAGES
+    capacity = fingerprint_capacity(settings)
+    return FingerprintExecutor(num_pages=capacity.num_pages, page_size=settings.page_size, device=device), capacity
+
+
+def fingerprint_capacity(settings: RuntimeSettings) -> Capacity:
+    """KV capacity of the fingerprint model: as the settings say, or its defaults."""
+    from runtime_service.executors.base import Capacity
+
     width = settings.max_pages_per_row
     if width is None and settings.max_context is not None:
         width = -(-settings.max_context // settings.page_size)
-    executor = FingerprintExecutor(num_pages=num_pages, page_size=settings.page_size, device=device)
-    return executor, Capacity(num_pages=num_pages, max_pages_per_row=width or FINGERPRINT_MAX_PAGES_PER_ROW)
+    return Capacity(
+        num_pages=settings.num_pages or FINGERPRINT_NUM_PAGES, max_pages_per_row=width or FINGERPRINT_MAX_PAGES_PER_ROW
+    )

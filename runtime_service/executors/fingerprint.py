@@ -57,7 +57,7 @@ class FingerprintExecutor:
         # The same memory, one line per page.
         self._token_pages = self._tokens.view(-1, page_size)
         self._hash_pages = self._hashes.view(-1, page_size)
-        self._info = ModelInfo(name, "fingerprint", VOCAB_SIZE, 0, (), None, str(self._device), "int32")
+        self._info = ModelInfo(name, "fingerprint", VOCAB_SIZE, 0, (), None, str(self._device), "int32", greedy_only=True)
         # Per row number: tokens of its chain, and the chain itself in the shape of its pages, [rows, pages, page_size].
         self._chain_lens: Int64Array = np.zeros(0, dtype=np.int64)
         self._chains: UInt64Array = np.zeros((0, 0, page_size), dtype=np.uint64)

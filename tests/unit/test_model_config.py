@@ -12,7 +12,7 @@ import torch
 from runtime_service.errors import RuntimeServiceError
 from runtime_service.models.config import RopeConfig, config_from_dict, load_config
 from runtime_service.models.errors import ModelConfigError, UnsupportedModelError
-from runtime_service.models.llama import rope_frequencies
+from runtime_service.models.rope import rope_frequencies
 
 LLAMA3 = {
     "factor": 8.0,

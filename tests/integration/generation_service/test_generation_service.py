@@ -159,25 +159,28 @@ async def test_models_own_stop_ids_end_a_request_unless_ignored(stack_of: StackO
         assert (tokens, ending.reason) == ([20, 104, 629, 421, 384], "stop")
 
 
-async def test_seed_is_drawn_once_where_the_client_gave_none(stack_of: StackOf) -> None:
-    """A request that samples without a seed gets one of its own; a seed that was given, zero included, is kept."""
-    async with stack_of(max_rows=1) as stack:
-        stack.engine.pause()
-        runs = [
-            asyncio.create_task(stack.run([1], 1, request_id=name, **options))
-            for name, options in {
-                "x": {"temperature": 1.0},
-                "y": {"temperature": 1.0},
-                "zero": {"temperature": 1.0, "seed": 0},
-                "greedy": {},
-            }.items()
-        ]
-        await stack.until(lambda: stack.engine.core.num_waiting == 4)
-        seeds = {name: request.sampling.seed for name, request in stack.engine.core.requests.items()}
-        stack.engine.resume()
-        await asyncio.gather(*runs)
-        assert seeds["zero"] == seeds["greedy"] == 0
-        assert len({0, seeds["x"], seeds["y"]}) == 3
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"min_new_tokens": 2},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {1: 2.0}},
+        {"num_logprobs": 3},
+    ],
+)
+async def test_sampling_that_the_model_cannot_honour_is_refused(stack_of: StackOf, options: dict[str, Any]) -> None:
+    """The fingerprint model has no logits: a parameter that needs them is INVALID_ARGUMENT by name, and never ignored."""
+    async with stack_of() as stack:
+        error = await stack.refused(stack.run([1], 1, **options))
+        assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+        (name,) = options
+        assert name in error.details
+        assert "cannot honour it" in error.details
+        assert (await stack.run([1, 2, 3], 2, top_k=3, seed=5))[0] == [20, 104]
+        assert stack.engine.connection.session_no == 1
 
 
 async def test_trace_context_reaches_the_request(stack_of: StackOf) -> None:

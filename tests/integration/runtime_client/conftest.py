@@ -69,6 +69,7 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
     held: runtime_pb2.ExecuteResponse | None = None  # a result to be sent too late
 
     def __post_init__(self) -> None:
+        self._writing = asyncio.Lock()
         shape = self.shape
         limits = (shape.max_rows, shape.max_pages_per_row, shape.num_pages, shape.page_size)
         executor = FingerprintExecutor(num_pages=shape.num_pages, page_size=shape.page_size)
@@ -103,7 +104,7 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
         self.unanswered = 0
         self.sessions.append(hello.session_no)
         self.runner.open(hello.scheduler_epoch, hello.session_no, hello.overlap_depth)
-        await context.write(runtime_pb2.ExecuteResponse(hello=self.info()))
+        await self._write(context, runtime_pb2.ExecuteResponse(hello=self.info()))
         beat = asyncio.create_task(self._beat(context))
         try:
             async for request in requests:
@@ -114,7 +115,7 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
                     self.runner.reset(request.reset.session_no)
                     await self._send_late(context)
                     done = runtime_pb2.ResetDone(session_no=request.reset.session_no)
-                    await context.write(runtime_pb2.ExecuteResponse(reset_done=done))
+                    await self._write(context, runtime_pb2.ExecuteResponse(reset_done=done))
                     await self._send_late(context)
                     self.held = None
                 else:
@@ -124,16 +125,20 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
             self.holder = 0
             self.runner.close()
 
+    async def _write(self, context: Any, response: runtime_pb2.ExecuteResponse) -> None:
+        async with self._writing:  # a stream takes one write at a time
+            await context.write(response)
+
     async def _send_late(self, context: Any) -> None:
         if self.held is not None:
             self.num_late += 1
-            await context.write(self.held)
+            await self._write(context, self.held)
 
     async def _beat(self, context: Any) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_s)
             if not self.frozen:
-                await context.write(runtime_pb2.ExecuteResponse(heartbeat=runtime_pb2.Heartbeat()))
+                await self._write(context, runtime_pb2.ExecuteResponse(heartbeat=runtime_pb2.Heartbeat()))
 
     async def _answer(self, message: forward_pb2.ForwardOp, context: Any) -> None:
         self.num_ops += 1
@@ -166,7 +171,7 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
                     outcome.step += 1
                 response = runtime_wire.result_to_proto(outcome)
         self.unanswered -= 1
-        await context.write(response)
+        await self._write(context, response)
 
 
 @contextlib.asynccontextmanager
