@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Torch's threads otherwise spin against every other busy process.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help venv demo test check protos docs model clean
+.PHONY: help venv demo test smoke bench check protos docs model clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,6 +23,13 @@ demo: venv model ## the worked example, then real text under page pressure
 
 test: venv model ## the whole test suite
 	$(BIN)/python -m pytest
+
+smoke: venv model ## forty questions to a real model, alone and under page pressure: is it still right?
+	$(BIN)/python tools/accuracy_smoke.py
+
+bench: venv ## tokens per second beside transformers, and docs/performance.md from it
+	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json
+	$(BIN)/python tools/write_performance.py build/bench-generate.json
 
 check: venv ## lint, format, types, dependency contracts, generated files
 	$(BIN)/ruff check .
