@@ -69,12 +69,18 @@ class ResultIntake:
         outputs.fill_logprobs(len(outputs.tokens))
         return outputs
 
-    def check(self, op: ForwardOp, result: StepResult) -> BoolArray:
-        """Rows whose token counts, [R].
+    def check(self, op: ForwardOp | None, result: StepResult) -> tuple[ForwardOp, BoolArray]:
+        """`op`, the oldest in flight, and which of its rows have a token that counts, [R].
 
         Raises:
-            UnexpectedResultError: one of them has no token of the vocabulary, or the columns do not fit the op.
+            UnexpectedResultError: the result does not answer `op`, a token is none of the vocabulary, or a column does not fit.
         """
+        if op is None or (result.session_no, result.step) != (op.session_no, op.step) or len(result.tokens) != op.num_rows:
+            awaited = f"step {op.step} of session {op.session_no} with {op.num_rows} rows" if op else "nothing"
+            raise UnexpectedResultError(
+                f"a result for step {result.step} of session {result.session_no} with {len(result.tokens)} rows came, "
+                f"{awaited} is awaited"
+            )
         if result.row_status is not None and len(result.row_status) != op.num_rows:
             raise UnexpectedResultError(f"step {op.step} returned {len(result.row_status)} statuses for {op.num_rows} rows")
         wanted = op.sample
@@ -85,7 +91,7 @@ class ResultIntake:
             raise UnexpectedResultError(f"step {op.step} returned {result.tokens[bad][:8].tolist()}, which are no tokens")
         if op.num_logprobs is not None:
             _check_logprobs(op, result, wanted)
-        return wanted
+        return op, wanted
 
     def take(self, op: ForwardOp, result: StepResult, wanted: BoolArray) -> None:
         """Accept what `check` has found good; end requests that have their last token, and those whose row failed."""

@@ -10,6 +10,7 @@ after the op that used it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -24,6 +25,15 @@ class PageState(IntEnum):
     FREE = 0
     PRIVATE = 1
     CACHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages by owner; the three add up to num_pages."""
+
+    free: int
+    cached: int
+    private: int
 
 
 class PagePool:
@@ -49,6 +59,10 @@ class PagePool:
     @property
     def num_private(self) -> int:
         return self.num_pages - self.num_free - self.num_cached
+
+    def stats(self) -> PoolStats:
+        """How the pool is divided at this moment."""
+        return PoolStats(self.num_free, self.num_cached, self.num_private)
 
     def take(self, count: int) -> Int32Array:
         """Grant `count` pages, top of the stack first; they become private."""

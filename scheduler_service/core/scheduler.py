@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
@@ -26,27 +25,18 @@ from scheduler_service.core.errors import (
     NoProgressError,
     NotRunningError,
     QueueFullError,
-    UnexpectedResultError,
     UnknownRequestError,
 )
 from scheduler_service.core.intake import Outputs, ResultIntake
 from scheduler_service.core.op_builder import build_op
 from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, SamplingParams, StepResult
+from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.parameters import check_parameters
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice, Planner
 from scheduler_service.core.request import FinishReason, Request, check_prompt, output_limit
 from scheduler_service.core.states import Event, State
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Pages by owner; the three add up to num_pages."""
-
-    free: int
-    cached: int
-    private: int
 
 
 class Scheduler:
@@ -121,8 +111,7 @@ class Scheduler:
 
     def stats(self) -> PoolStats:
         """How the pool is divided at this moment."""
-        pool = self.placement.pool
-        return PoolStats(pool.num_free, pool.num_cached, pool.num_private)
+        return self.placement.pool.stats()
 
     def take_outputs(self) -> Outputs:
         """Everything accepted and ended since the last call."""
@@ -249,14 +238,7 @@ class Scheduler:
         Raises:
             UnexpectedResultError: it answers another op, or has a token outside the vocabulary; nothing was changed.
         """
-        op = self._in_flight[0] if self._in_flight else None
-        if op is None or (result.session_no, result.step) != (op.session_no, op.step) or len(result.tokens) != op.num_rows:
-            awaited = f"step {op.step} of session {op.session_no} with {op.num_rows} rows" if op else "nothing"
-            raise UnexpectedResultError(
-                f"a result for step {result.step} of session {result.session_no} with {len(result.tokens)} rows came, "
-                f"{awaited} is awaited"
-            )
-        wanted = self._intake.check(op, result)
+        op, wanted = self._intake.check(self._in_flight[0] if self._in_flight else None, result)
         self._in_flight.popleft()
         self._intake.take(op, result, wanted)
 

@@ -18,8 +18,9 @@ import pytest
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.invariants import audit_op, audit_writes, check
 from scheduler_service.core.ops import NO_TOKEN, ForwardOp, StepResult
+from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.request import Request
-from scheduler_service.core.scheduler import PoolStats, Scheduler
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.states import State
 
 VOCAB_SIZE = 997

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError, RequestError
-from scheduler_service.core.scheduler import PoolStats
+from scheduler_service.core.page_pool import PoolStats
 
 Drive = Callable[..., Any]
 Definition = Callable[[Any, int], list[int]]

@@ -23,8 +23,9 @@ from scheduler_service.core.errors import (
     QueueFullError,
     RequestError,
 )
+from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.policy import Choice
-from scheduler_service.core.scheduler import PoolStats, Scheduler
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.states import State
 
 Drive = Callable[..., Any]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.core.errors import DuplicateRequestError, UnknownRequestError
-from scheduler_service.core.scheduler import PoolStats
+from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.states import State
 
 Drive = Callable[..., Any]

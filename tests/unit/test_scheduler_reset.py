@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.core.errors import CacheInUseError, UnexpectedResultError
-from scheduler_service.core.scheduler import PoolStats
+from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.states import State
 
 Drive = Callable[..., Any]
