@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from runtime_service.forward_batch import ForwardBatch
 from runtime_service.kv_cache import PagedKVCache
+from runtime_service.upload import upload
 
 MAX_GATHERED_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 """Keys and values of one call; longer batches are cut. On a CPU the copies are then still in its cache when they are read, on a
@@ -208,7 +209,7 @@ def _decode_reads(batch: ForwardBatch, cache: PagedKVCache, rows: Rows, max_toke
             slots=cache.lines(slots[begin:end]),
             mask=None if mask is None else mask[begin:end],
             causal=False,
-            tokens=_consecutive(rows.first[begin:end]) or _upload(rows.first[begin:end], device),
+            tokens=_consecutive(rows.first[begin:end]) or upload(rows.first[begin:end], device),
             real=None,
             real_tokens=None,
         )
@@ -223,13 +224,13 @@ def _extend_reads(batch: ForwardBatch, cache: PagedKVCache, rows: Rows, masked: 
     offsets = np.minimum(np.arange(num_queries), rows.num_queries[:, None] - 1)  # padding repeats the row's last query
     mask = None
     if masked:
-        positions = _upload(rows.starts[:, None] + offsets, device)
+        positions = upload(rows.starts[:, None] + offsets, device)
         mask = _additive(torch.arange(slots.shape[1], device=device) <= positions[:, :, None], dtype)[:, None]
     tokens = (rows.first[:, None] + offsets).reshape(-1)
     real = real_tokens = None
     if (rows.num_queries < num_queries).any():
         kept = np.flatnonzero((np.arange(num_queries) < rows.num_queries[:, None]).reshape(-1))
-        real, real_tokens = _upload(kept, device), _upload(tokens[kept], device)
+        real, real_tokens = upload(kept, device), upload(tokens[kept], device)
     return Reads(
         num_rows=len(rows),
         num_queries=num_queries,
@@ -237,7 +238,7 @@ def _extend_reads(batch: ForwardBatch, cache: PagedKVCache, rows: Rows, masked: 
         slots=cache.lines(slots),
         mask=mask,
         causal=not masked,
-        tokens=_consecutive(tokens) or _upload(tokens, device),
+        tokens=_consecutive(tokens) or upload(tokens, device),
         real=real,
         real_tokens=real_tokens,
     )
@@ -247,13 +248,13 @@ def _slots(batch: ForwardBatch, rows: Rows, length: int) -> tuple[torch.Tensor, 
     """Slots of positions [0, length) of each row, int64 [N, length], and which of them are the row's; None: all."""
     device, page_size = batch.req_to_page.device, batch.page_size
     table_rows = (
-        batch.rows if len(rows) == batch.num_rows else batch.rows[_consecutive(rows.index) or _upload(rows.index, device)]
+        batch.rows if len(rows) == batch.num_rows else batch.rows[_consecutive(rows.index) or upload(rows.index, device)]
     )
     pages = batch.req_to_page.index_select(0, table_rows)[:, : -(-length // page_size)].long()
     slots = (pages[:, :, None] * page_size + torch.arange(page_size, device=device)).flatten(1)[:, :length]
     if (rows.lens == length).all():
         return slots, None
-    valid = torch.arange(length, device=device) < _upload(rows.lens, device)[:, None]
+    valid = torch.arange(length, device=device) < upload(rows.lens, device)[:, None]
     return torch.where(valid, slots, slots[:, :1]), valid
 
 
@@ -266,7 +267,3 @@ def _consecutive(numbers: Int64Array) -> slice | None:
     """The numbers as a slice, where they are one: slicing makes no copy."""
     begin, end = int(numbers[0]), int(numbers[-1]) + 1
     return slice(begin, end) if end - begin == len(numbers) and bool((np.diff(numbers) == 1).all()) else None
-
-
-def _upload(numbers: npt.NDArray[np.integer], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(numbers)).to(device)

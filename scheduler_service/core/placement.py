@@ -61,6 +61,12 @@ class Placement:
             self.pool.give(self.cache.evict(missing)[::-1])
         return self.pool.take(count)
 
+    def take_one_by_one(self, count: int) -> Int32Array:
+        """Grant what `count` calls of `take(1)` would: the free pages first, then evicted ones."""
+        num_free = min(count, self.pool.num_free)
+        free = self.pool.take(num_free)
+        return free if num_free == count else np.concatenate((free, self.take(count - num_free)))
+
     def match(self, request: Request) -> Match | None:
         """The request's cached prefix; the last known token is never matched, since its logits are wanted."""
         if not request.prefix_cache:

@@ -115,9 +115,9 @@ class Planner:
         self._choice.decodes = chosen
         self._budget -= len(chosen)
         num_growing = int(growing.sum())
-        if not publishing.any() and num_growing <= self._placement.pool.num_free:
+        if not publishing.any() and num_growing <= self._placement.num_available:
             if num_growing:
-                rows.append_one_each(chosen[growing], self._placement.pool.take(num_growing))
+                rows.append_one_each(chosen[growing], self._placement.take_one_by_one(num_growing))
             return
         # A row that was retracted for one before it needs nothing any more: live_generation is looked at in its turn.
         self._drop_decodes(

@@ -296,3 +296,21 @@ def test_diff_policy_keeps_what_was_sent(make_config: Callable[..., SchedulerCon
     """The policy that compares needs the copy, the others do not."""
     assert Placement(make_config(refresh_policy=RefreshPolicy.DIFF)).rows.sent_pages is not None
     assert Placement(make_config()).rows.sent_pages is None
+
+
+def test_pages_one_by_one_are_those_of_single_grants(make_config: Callable[..., SchedulerConfig]) -> None:
+    """A grant for several rows at once gives each row the page that a grant of its own would have given."""
+
+    def filled() -> Placement:
+        placement = Placement(make_config(page_size=1, num_pages=9))
+        for token in range(6):
+            page = placement.pool.take(1)
+            placement.cache.insert_prefix(placement.cache.root(), np.array([token], dtype=np.int32), page)
+            placement.pool.publish(page)
+        return placement
+
+    for count in range(10):
+        together, single = filled(), filled()
+        pages = together.take_one_by_one(count).tolist()
+        assert pages == [int(single.take(1)[0]) for _ in range(count)]
+        assert together.pool.free_pages().tolist() == single.pool.free_pages().tolist()
