@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
 import grpc
@@ -13,18 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from pagemirror.v1 import generation_pb2_grpc
 from runtime_service import app as runtime_app
-from runtime_service.execution import ExecutionThread
 from runtime_service.executors.transformer import TransformerExecutor, create_transformer
 from runtime_service.forward_batch import ForwardBatch
-from runtime_service.servicer import RuntimeServicer
 from runtime_service.settings import RuntimeSettings
-from scheduler_service.channels import SERVER_OPTIONS, bind
 from scheduler_service.client import Client, Ending, RpcFailedError
 from scheduler_service.engine_loop import EngineLoop
-from scheduler_service.generation_servicer import GenerationServicer
-from scheduler_service.settings import SchedulerSettings
+
+Serving = Callable[..., AbstractAsyncContextManager["Stack"]]
 
 LIMIT_S = 60.0
 PAGE_SIZE = 4
@@ -66,34 +64,18 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[Stack]:
+async def serve_tiny(both_services: Callable[..., Any], **settings: Any) -> AsyncIterator[Stack]:
     """A runtime with `tiny`, a scheduler with these settings, and a client."""
-    async with contextlib.AsyncExitStack() as stack:
-        thread = ExecutionThread()
-        stack.callback(thread.stop)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = RuntimeServicer(thread)
-        servicer.register(server)
-        address = bind(server, "127.0.0.1:0")
-        await server.start()
-        stack.push_async_callback(server.stop, 0)
-        stack.callback(servicer.shut_down)
-        runner, facts = await thread.call(lambda: runtime_app.load(tiny_settings()))
-        servicer.set_ready(runner, facts)
-        values = {"heartbeat_timeout": 30.0, "chunk_size": 8, "token_budget": 64} | settings
-        engine = EngineLoop(SchedulerSettings(runtime=address, **values))
-        front = grpc.aio.server(options=SERVER_OPTIONS)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), front)
-        front_address = bind(front, "127.0.0.1:0")
-        async with asyncio.timeout(LIMIT_S):
-            await engine.start()
-        stack.push_async_callback(engine.stop)
-        await front.start()
-        stack.push_async_callback(front.stop, 0)
-        client = await stack.enter_async_context(Client(front_address))
-        async with asyncio.timeout(LIMIT_S):
-            yield Stack(engine, client, cast(TransformerExecutor, runner.executor))
-        assert not engine.failed.is_set()
+    load = functools.partial(runtime_app.load, tiny_settings())
+    values = {"chunk_size": 8, "token_budget": 64} | settings
+    async with both_services(load, limit_s=LIMIT_S, **values) as (engine, client, runner):
+        yield Stack(engine, client, cast(TransformerExecutor, runner.executor))
+
+
+@pytest.fixture(name="serving")
+def serving_tiny(both_services: Callable[..., Any]) -> Serving:
+    """Both services with `tiny`; keyword arguments are the scheduler's settings."""
+    return functools.partial(serve_tiny, both_services)
 
 
 def tiny_settings() -> RuntimeSettings:
@@ -132,7 +114,7 @@ def logits_of(prompt: list[int], output: list[int]) -> torch.Tensor:
     return torch.stack([executor.forward(prefill(prompt + output[:i]), np.array([0]))[0] for i in range(len(output))])
 
 
-async def test_seeded_text_is_the_same_alone_and_among_fifteen_others() -> None:
+async def test_seeded_text_is_the_same_alone_and_among_fifteen_others(serving: Serving) -> None:
     """Temperature 0.8 and seed 7 give the same tokens whoever else is in the batch, whatever they ask for."""
     chosen: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "num_logprobs": 2}
     async with serving(prefix_cache=False) as stack:
@@ -151,7 +133,7 @@ async def test_seeded_text_is_the_same_alone_and_among_fifteen_others() -> None:
     assert np.allclose(together.logprobs, alone.logprobs, atol=1e-4)
 
 
-async def test_log_probabilities_equal_those_of_one_prefill() -> None:
+async def test_log_probabilities_equal_those_of_one_prefill(serving: Serving) -> None:
     """Over chunks and decode steps, log probabilities are log_softmax of the logits that one whole prefill gives."""
     async with serving() as stack:
         greedy, drawn, plain = await asyncio.gather(
@@ -179,7 +161,7 @@ async def test_log_probabilities_equal_those_of_one_prefill() -> None:
         {"frequency_penalty": 1.0, "temperature": 0.9, "seed": 11, "logit_bias": {32: 2.0}},
     ],
 )
-async def test_penalties_across_a_retraction_are_those_without(options: dict[str, Any]) -> None:
+async def test_penalties_across_a_retraction_are_those_without(serving: Serving, options: dict[str, Any]) -> None:
     """A request that loses its row and resumes, from the prefix cache and in chunks, returns what one that keeps it returns."""
     async with serving(chunk_size=5) as stack:
         whole = await stack.run(PROMPT, 30, **options)
@@ -192,7 +174,7 @@ async def test_penalties_across_a_retraction_are_those_without(options: dict[str
     assert unpenalised.tokens != whole.tokens
 
 
-async def test_bias_and_minimum_length_rule_the_text() -> None:
+async def test_bias_and_minimum_length_rule_the_text(serving: Serving) -> None:
     """A bias of 100 forces a token, one of -100 forbids it, and stop ids come only after min_new_tokens."""
     async with serving() as stack:
         forced = await stack.run(PROMPT, 5, logit_bias={65: 100.0})
@@ -210,7 +192,7 @@ async def test_bias_and_minimum_length_rule_the_text() -> None:
         assert pieces[-1].ending.reason == "stop"
 
 
-async def test_seed_is_drawn_once_where_the_client_gave_none() -> None:
+async def test_seed_is_drawn_once_where_the_client_gave_none(serving: Serving) -> None:
     """A request that samples without a seed gets one of its own; a seed that was given, zero included, is kept."""
     async with serving() as stack:
         stack.engine.pause()
@@ -230,7 +212,7 @@ async def test_seed_is_drawn_once_where_the_client_gave_none() -> None:
     assert len({0, seeds["x"], seeds["y"]}) == 3
 
 
-async def test_parameters_out_of_range_name_field_value_and_range() -> None:
+async def test_parameters_out_of_range_name_field_value_and_range(serving: Serving) -> None:
     """INVALID_ARGUMENT, before anything runs; the server goes on serving."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0, but must be in (0, 100]"),

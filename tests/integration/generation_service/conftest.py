@@ -5,26 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import grpc
 import pytest
 
-from pagemirror.v1 import generation_pb2_grpc
 from runtime_service import app as runtime_app
-from runtime_service.execution import ExecutionThread
 from runtime_service.executors.base import Capacity
 from runtime_service.executors.fingerprint import FingerprintExecutor
-from runtime_service.servicer import RuntimeServicer
 from runtime_service.settings import RuntimeSettings
 from runtime_service.step_runner import StepRunner
-from scheduler_service.channels import SERVER_OPTIONS, bind
 from scheduler_service.client import Client, Ending, Piece, RpcFailedError
 from scheduler_service.engine_loop import EngineLoop
-from scheduler_service.generation_servicer import GenerationServicer
-from scheduler_service.settings import SchedulerSettings
 
 LIMIT_S = 30.0
 
@@ -82,6 +76,7 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def stack_of(
+    both_services: Callable[..., Any],
     page_size: int = 4,
     num_pages: int = 64,
     max_rows: int = 8,
@@ -91,43 +86,20 @@ async def stack_of(
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Start a runtime of this shape, a scheduler with these settings, and a client."""
-    async with contextlib.AsyncExitStack() as stack:
-        executor = FingerprintExecutor(num_pages=num_pages, page_size=page_size)
-        executor._info = dataclasses.replace(executor.info, default_stop_ids=stop_ids)
-        thread = ExecutionThread()
-        stack.callback(thread.stop)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = RuntimeServicer(thread)
-        servicer.register(server)
-        address = bind(server, "127.0.0.1:0")
-        await server.start()
-        stack.push_async_callback(server.stop, 0)
-        stack.callback(servicer.shut_down)
-        runtime_settings = RuntimeSettings(
-            model="fingerprint", page_size=page_size, num_pages=num_pages, max_rows=max_rows, max_context=max_context
-        )
-        create = lambda _: (executor, Capacity(num_pages=num_pages, max_pages_per_row=max_pages_per_row))  # noqa: E731
-        runner, facts = await thread.call(lambda: runtime_app.load(runtime_settings, create))
-        servicer.set_ready(runner, facts)
-
-        values = {"heartbeat_timeout": 30.0, "check": True, "chunk_size": 8, "token_budget": 32}
-        engine = EngineLoop(SchedulerSettings(runtime=address, **(values | settings)))
-        front = grpc.aio.server(options=SERVER_OPTIONS)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), front)
-        front_address = bind(front, "127.0.0.1:0")
-        async with asyncio.timeout(LIMIT_S):
-            await engine.start()
-        stack.push_async_callback(engine.stop)
-        await front.start()
-        stack.push_async_callback(front.stop, 0)
-        client = await stack.enter_async_context(Client(front_address))
-        async with asyncio.timeout(LIMIT_S):
-            yield Stack(engine, client, executor, runner)
-        assert not engine.failed.is_set()
-        assert executor.violations == []
+    executor = FingerprintExecutor(num_pages=num_pages, page_size=page_size)
+    executor._info = dataclasses.replace(executor.info, default_stop_ids=stop_ids)
+    runtime_settings = RuntimeSettings(
+        model="fingerprint", page_size=page_size, num_pages=num_pages, max_rows=max_rows, max_context=max_context
+    )
+    create = lambda _: (executor, Capacity(num_pages=num_pages, max_pages_per_row=max_pages_per_row))  # noqa: E731
+    load = functools.partial(runtime_app.load, runtime_settings, create)
+    values = {"check": True, "chunk_size": 8, "token_budget": 32} | settings
+    async with both_services(load, limit_s=LIMIT_S, **values) as (engine, client, runner):
+        yield Stack(engine, client, executor, runner)
+    assert executor.violations == []
 
 
 @pytest.fixture(name="stack_of")
-def stack_of_shape() -> Callable[..., AbstractAsyncContextManager[Stack]]:
+def stack_of_shape(both_services: Callable[..., Any]) -> Callable[..., AbstractAsyncContextManager[Stack]]:
     """Both services and a client; keyword arguments are the runtime's shape and the scheduler's settings."""
-    return stack_of
+    return functools.partial(stack_of, both_services)
