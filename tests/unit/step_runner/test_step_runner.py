@@ -14,7 +14,7 @@ from runtime_service.errors import Refusal
 from runtime_service.executors.base import ExecutionResult, ModelInfo
 from runtime_service.executors.fingerprint import FingerprintExecutor
 from runtime_service.forward_batch import ForwardBatch
-from runtime_service.ops import NO_TOKEN, ForwardOp, Int32Array, LeaseStart, RefusalCode, RowStatus, StepResult
+from runtime_service.ops import NO_TOKEN, Int32Array, LeaseStart, RefusalCode, RowStatus, StepResult
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.session import SessionState
 from runtime_service.step_runner import StepRunner
@@ -55,65 +55,6 @@ class RecordingExecutor:
         self.calls.append(("reset", None))
 
 
-def i32(values: Any) -> Int32Array:
-    """Values as an int32 column."""
-    return np.array(values, dtype=np.int32)
-
-
-def extend(
-    step: int,
-    *rows: tuple[int, list[int], int, list[int]],
-    session_no: int = 1,
-    generation: int = 1,
-    released: tuple[int, ...] = (),
-    sample: bool = True,
-    start: bool = True,
-) -> ForwardOp:
-    """An op of extend rows (row, whole page row, num_computed, token ids), each refreshed and beginning a lease."""
-    lens = i32([len(pages) for _, pages, _, _ in rows])
-    return ForwardOp(
-        session_no=session_no,
-        step=step,
-        req_pool_indices=i32([row for row, _, _, _ in rows]),
-        row_generations=np.full(len(rows), generation, np.int32),
-        row_lens=lens,
-        begins=np.zeros(len(rows), np.int32),
-        sizes=lens,
-        full_refresh=np.ones(len(rows), np.bool_),
-        occupied_pages=i32([page for _, pages, _, _ in rows for page in pages]),
-        num_computed=i32([computed for _, _, computed, _ in rows]),
-        num_extend_rows=len(rows),
-        input_lens=i32([len(ids) for _, _, _, ids in rows]),
-        input_ids=i32([token for _, _, _, ids in rows for token in ids]),
-        sample=np.full(len(rows), sample, np.bool_),
-        released_rows=i32(released),
-        lease_starts=[LeaseStart(row, f"request-{row}") for row, _, _, _ in rows] if start else [],
-    )
-
-
-def decode(
-    step: int, *rows: tuple[int, int, list[int], int], session_no: int = 1, generation: int = 1, released: tuple[int, ...] = ()
-) -> ForwardOp:
-    """An op of decode rows (row, begin, appended pages, num_computed)."""
-    return ForwardOp(
-        session_no=session_no,
-        step=step,
-        req_pool_indices=i32([row for row, _, _, _ in rows]),
-        row_generations=np.full(len(rows), generation, np.int32),
-        row_lens=i32([begin + len(pages) for _, begin, pages, _ in rows]),
-        begins=i32([begin for _, begin, _, _ in rows]),
-        sizes=i32([len(pages) for _, _, pages, _ in rows]),
-        full_refresh=np.zeros(len(rows), np.bool_),
-        occupied_pages=i32([page for _, _, pages, _ in rows for page in pages]),
-        num_computed=i32([computed for _, _, _, computed in rows]),
-        num_extend_rows=0,
-        input_lens=np.ones(len(rows), np.int32),
-        input_ids=i32([]),
-        sample=np.ones(len(rows), np.bool_),
-        released_rows=i32(released),
-    )
-
-
 def new_runner(executor: Any = None, *, width: int = 16, overlap_depth: int = 1) -> StepRunner:
     """A runner of eight rows with an open session."""
     executor = executor or RecordingExecutor()
@@ -125,124 +66,118 @@ def new_runner(executor: Any = None, *, width: int = 16, overlap_depth: int = 1)
     return runner
 
 
-def tokens(answer: StepResult | Refusal) -> list[int]:
-    """The tokens of an answer that must be a result."""
-    assert isinstance(answer, StepResult), answer
-    return answer.tokens.tolist()
-
-
 def code(answer: StepResult | Refusal) -> RefusalCode:
     """The code of an answer that must be a refusal."""
     assert isinstance(answer, Refusal), answer
     return answer.code
 
 
-def test_worked_example_is_exact() -> None:
+def test_worked_example_is_exact(ops: Any) -> None:
     """Retract, resume on another physical page and reuse of the freed page give the tokens of an undisturbed run."""
     executor = FingerprintExecutor(NUM_PAGES, PAGE_SIZE)
     runner = new_runner(executor)
-    first = extend(1, (1, [1, 2], 0, [1, 2, 3, 4, 5, 6, 7]), (2, [3, 4], 0, [1, 2, 3, 4, 9]))
-    assert tokens(runner.run(first))[0] == 168
-    assert tokens(runner.run(extend(2, (1, [3, 2], 4, [5, 6, 7, 168]), generation=2, released=(1, 2)))) == [523]
-    assert tokens(runner.run(decode(3, (1, 2, [1], 8), generation=2))) == [254]
+    first = ops.extend(1, (1, [1, 2], 0, [1, 2, 3, 4, 5, 6, 7]), (2, [3, 4], 0, [1, 2, 3, 4, 9]))
+    assert ops.tokens(runner.run(first))[0] == 168
+    assert ops.tokens(runner.run(ops.extend(2, (1, [3, 2], 4, [5, 6, 7, 168]), generation=2, released=(1, 2)))) == [523]
+    assert ops.tokens(runner.run(ops.decode(3, (1, 2, [1], 8), generation=2))) == [254]
     assert runner.mirror.row(1).tolist() == [3, 2, 1]
     assert executor.violations == []
 
 
-def test_order_within_a_step() -> None:
+def test_order_within_a_step(ops: Any) -> None:
     """Releases, then lease starts, then execution, which already sees the mirror as the op left it."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    runner.run(extend(1, (1, [5], 0, [1])))
+    runner.run(ops.extend(1, (1, [5], 0, [1])))
     executor.calls.clear()
     seen: list[list[int]] = []
     executor.before = lambda batch: seen.append(batch.req_to_page[1:3, :2].tolist())
-    runner.run(extend(2, (2, [7, 5], 0, [3]), released=(1,)))
+    runner.run(ops.extend(2, (2, [7, 5], 0, [3]), released=(1,)))
     assert executor.calls == [("release_rows", [1]), ("start_leases", ["request-2"]), ("execute", [3])]
     assert seen == [[[0, 0], [7, 5]]]
 
 
-def test_decode_rows_take_their_own_last_token() -> None:
+def test_decode_rows_take_their_own_last_token(ops: Any) -> None:
     """Feedback is by row number, in any order of rows, and a chunk that samples nothing does not change it."""
     runner = new_runner()
-    assert tokens(runner.run(extend(1, (1, [1], 0, [10]), (2, [2], 0, [20]), (3, [3], 0, [30])))) == [11, 21, 31]
-    assert tokens(runner.run(decode(2, (3, 1, [], 1), (1, 1, [], 1)))) == [32, 12]
-    unsampled = extend(3, (4, [4, 5], 0, [40]), sample=False)
-    assert tokens(runner.run(unsampled)) == [NO_TOKEN]
-    assert tokens(runner.run(decode(4, (2, 1, [], 1), (3, 1, [], 2), (1, 1, [], 2)))) == [22, 33, 13]
+    assert ops.tokens(runner.run(ops.extend(1, (1, [1], 0, [10]), (2, [2], 0, [20]), (3, [3], 0, [30])))) == [11, 21, 31]
+    assert ops.tokens(runner.run(ops.decode(2, (3, 1, [], 1), (1, 1, [], 1)))) == [32, 12]
+    unsampled = ops.extend(3, (4, [4, 5], 0, [40]), sample=False)
+    assert ops.tokens(runner.run(unsampled)) == [NO_TOKEN]
+    assert ops.tokens(runner.run(ops.decode(4, (2, 1, [], 1), (3, 1, [], 2), (1, 1, [], 2)))) == [22, 33, 13]
 
 
-def test_new_lease_forgets_the_last_token_of_the_row() -> None:
+def test_new_lease_forgets_the_last_token_of_the_row(ops: Any) -> None:
     """A tenant that was asked for a token but got none (clamped) does not feed the former tenant's token."""
     runner = new_runner(width=2)
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    runner.run(extend(1, (1, [1], 0, [10])))
-    clamped = runner.run(extend(2, (1, [4, 5, 6], 8, [1]), generation=2, released=(1,)))
-    assert tokens(clamped) == [NO_TOKEN]
-    runner.run(decode(3, (1, 3, [], 9), generation=2))
+    runner.run(ops.extend(1, (1, [1], 0, [10])))
+    clamped = runner.run(ops.extend(2, (1, [4, 5, 6], 8, [1]), generation=2, released=(1,)))
+    assert ops.tokens(clamped) == [NO_TOKEN]
+    runner.run(ops.decode(3, (1, 3, [], 9), generation=2))
     assert executor.calls[-1] == ("execute", [0])
 
 
-def test_clamped_row_gets_its_status_and_goes_on() -> None:
+def test_clamped_row_gets_its_status_and_goes_on(ops: Any) -> None:
     """A row past a 513-page mirror: no token, status clamped, other rows unaffected, no second refusal for 1,000 tokens."""
     width = 513
     runner = new_runner(width=width)
     pages = list(range(1, width + 1))
     computed = width * PAGE_SIZE - 1
-    assert tokens(runner.run(extend(1, (1, pages, computed, [10]), (2, [1990], 0, [20])))) == [11, 21]
+    assert ops.tokens(runner.run(ops.extend(1, (1, pages, computed, [10]), (2, [1990], 0, [20])))) == [11, 21]
     row_len = width
     for step in range(2, 1002):
         computed += 1
         new = [row_len + 1] if computed // PAGE_SIZE + 1 > row_len else []
-        result = runner.run(decode(step, (1, row_len, new, computed)))
+        result = runner.run(ops.decode(step, (1, row_len, new, computed)))
         assert isinstance(result, StepResult)
         assert (result.tokens.tolist(), result.row_status.tolist()) == ([NO_TOKEN], [RowStatus.CLAMPED])
         row_len += len(new)
     assert row_len == width + 250
     assert runner.mirror.row(1).tolist() == pages
-    mixed = runner.run(decode(1002, (2, 1, [], 1), (1, row_len, [], computed + 1)))
+    mixed = runner.run(ops.decode(1002, (2, 1, [], 1), (1, row_len, [], computed + 1)))
     assert isinstance(mixed, StepResult)
     assert (mixed.tokens.tolist(), mixed.row_status.tolist()) == ([22, NO_TOKEN], [RowStatus.OK, RowStatus.CLAMPED])
 
 
-def test_row_status_of_the_model_is_kept() -> None:
+def test_row_status_of_the_model_is_kept(ops: Any) -> None:
     """What the model says of a row travels in the result."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
     executor.row_status = RowStatus.NON_FINITE
-    result = runner.run(extend(1, (1, [1], 0, [10])))
+    result = runner.run(ops.extend(1, (1, [1], 0, [10])))
     assert isinstance(result, StepResult)
     assert result.row_status.tolist() == [RowStatus.NON_FINITE]
 
 
-def test_refused_op_touches_nothing() -> None:
+def test_refused_op_touches_nothing(ops: Any) -> None:
     """Neither the mirror nor the model hears of a refused op."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    runner.run(extend(1, (1, [1, 2], 0, [10])))
+    runner.run(ops.extend(1, (1, [1, 2], 0, [10])))
     executor.calls.clear()
     table = runner.mirror.table.clone()
-    assert code(runner.run(decode(2, (1, 1, [3], 1)))) is RefusalCode.GAP
+    assert code(runner.run(ops.decode(2, (1, 1, [3], 1)))) is RefusalCode.GAP
     assert torch.equal(runner.mirror.table, table)
     assert executor.calls == []
-    assert code(runner.run(decode(2, (1, 2, [], 1)))) is RefusalCode.SKIPPED
+    assert code(runner.run(ops.decode(2, (1, 2, [], 1)))) is RefusalCode.SKIPPED
 
 
-def test_repeat_is_not_executed() -> None:
+def test_repeat_is_not_executed(ops: Any) -> None:
     """A repeated step is answered with the very result it had, and the model is not asked again."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    op = extend(1, (1, [1], 0, [10]))
+    op = ops.extend(1, (1, [1], 0, [10]))
     result = runner.run(op)
     executor.calls.clear()
     assert runner.run(op) is result
     assert executor.calls == []
-    assert tokens(runner.run(decode(2, (1, 1, [], 1)))) == [12]
+    assert ops.tokens(runner.run(ops.decode(2, (1, 1, [], 1)))) == [12]
 
 
 @pytest.mark.parametrize(
@@ -253,19 +188,19 @@ def test_repeat_is_not_executed() -> None:
         (MemoryError("secret"), RefusalCode.OUT_OF_MEMORY),
     ],
 )
-def test_failed_step(error: Exception, expected: RefusalCode) -> None:
+def test_failed_step(ops: Any, error: Exception, expected: RefusalCode) -> None:
     """An exception in a step becomes a refusal without its text, with the traceback in the log; a reset helps."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    runner.run(extend(1, (1, [1], 0, [10])))
+    runner.run(ops.extend(1, (1, [1], 0, [10])))
 
     def fail(batch: ForwardBatch) -> None:
         raise error
 
     executor.before = fail
     with structlog.testing.capture_logs() as logs:
-        answer = runner.run(decode(2, (1, 1, [], 1)))
+        answer = runner.run(ops.decode(2, (1, 1, [], 1)))
     assert code(answer) is expected
     assert isinstance(answer, Refusal)
     assert (answer.session_no, answer.step) == (1, 2)
@@ -273,42 +208,42 @@ def test_failed_step(error: Exception, expected: RefusalCode) -> None:
     assert "step 2 of 1 rows" in answer.detail
     assert [(entry["event"], entry["exc_info"], entry["step"]) for entry in logs] == [("step failed", True, 2)]
     executor.before = lambda batch: None
-    assert code(runner.run(decode(3, (1, 1, [], 2)))) is RefusalCode.SKIPPED
+    assert code(runner.run(ops.decode(3, (1, 1, [], 2)))) is RefusalCode.SKIPPED
     executor.calls.clear()
     runner.reset(2)
     assert executor.calls == [("reset", None)]
     assert not runner.mirror.table.any()
-    assert tokens(runner.run(extend(1, (1, [2], 0, [50]), session_no=2))) == [51]
+    assert ops.tokens(runner.run(ops.extend(1, (1, [2], 0, [50]), session_no=2))) == [51]
 
 
-def test_model_that_answers_too_few_rows_is_a_failed_step() -> None:
+def test_model_that_answers_too_few_rows_is_a_failed_step(ops: Any) -> None:
     """A result that does not fit the op is never delivered."""
     runner = new_runner()
 
     class Short(RecordingExecutor):
         def execute(self, batch: ForwardBatch) -> ExecutionResult:
-            return ExecutionResult(i32([]), np.empty(0, np.uint8))
+            return ExecutionResult(np.array([], dtype=np.int32), np.empty(0, np.uint8))
 
     runner.executor = Short()
-    assert code(runner.run(extend(1, (1, [1], 0, [10])))) is RefusalCode.STEP_FAILED
+    assert code(runner.run(ops.extend(1, (1, [1], 0, [10])))) is RefusalCode.STEP_FAILED
 
 
-def test_zero_row_op_releases_and_does_not_execute() -> None:
+def test_zero_row_op_releases_and_does_not_execute(ops: Any) -> None:
     """An op without rows frees rows and is answered with an empty result."""
     runner = new_runner()
     executor = runner.executor
     assert isinstance(executor, RecordingExecutor)
-    runner.run(extend(1, (1, [1], 0, [10])))
+    runner.run(ops.extend(1, (1, [1], 0, [10])))
     executor.calls.clear()
-    assert tokens(runner.run(decode(2, released=(1,)))) == []
+    assert ops.tokens(runner.run(ops.decode(2, released=(1,)))) == []
     assert executor.calls == [("release_rows", [1])]
     assert runner.mirror.row(1).tolist() == []
 
 
-def test_read_rows() -> None:
+def test_read_rows(ops: Any) -> None:
     """Rows are read with generation, both lengths and session position; without a list, those that have a lease."""
     runner = new_runner(width=2)
-    runner.run(extend(1, (3, [7, 8, 9], 0, [1]), (1, [4], 0, [1]), generation=5))
+    runner.run(ops.extend(1, (3, [7, 8, 9], 0, [1]), (1, [4], 0, [1]), generation=5))
     snapshot = runner.read_rows()
     assert (snapshot.session_no, snapshot.last_step) == (1, 1)
     assert snapshot.rows.tolist() == [1, 3]
@@ -316,27 +251,27 @@ def test_read_rows() -> None:
     assert snapshot.row_lens.tolist() == [1, 3]
     assert snapshot.valid_lens.tolist() == [1, 2]
     assert snapshot.pages.tolist() == [4, 7, 8]
-    chosen = runner.read_rows(i32([3, 2]))
+    chosen = runner.read_rows(np.array([3, 2], dtype=np.int32))
     assert (chosen.rows.tolist(), chosen.row_generations.tolist(), chosen.pages.tolist()) == ([3, 2], [5, 0], [7, 8])
     for row in (0, 9, -1):
         with pytest.raises(IndexError, match=rf"row {row} is outside \[1, 8\]"):
-            runner.read_rows(i32([row]))
+            runner.read_rows(np.array([row], dtype=np.int32))
 
 
-def test_close_drops_everything() -> None:
+def test_close_drops_everything(ops: Any) -> None:
     """When the scheduler is gone no row is left and its session takes no op."""
     runner = new_runner()
-    runner.run(extend(1, (1, [1], 0, [10])))
+    runner.run(ops.extend(1, (1, [1], 0, [10])))
     runner.close()
     assert runner.read_rows().rows.tolist() == []
     assert not runner.mirror.table.any()
-    assert code(runner.run(decode(2, (1, 1, [], 1)))) is RefusalCode.UNKNOWN_SESSION
+    assert code(runner.run(ops.decode(2, (1, 1, [], 1)))) is RefusalCode.UNKNOWN_SESSION
 
 
-def test_open_that_is_refused_keeps_the_session() -> None:
+def test_open_that_is_refused_keeps_the_session(ops: Any) -> None:
     """A hello that is too old changes nothing."""
     runner = new_runner()
-    runner.run(extend(1, (1, [1], 0, [10])))
+    runner.run(ops.extend(1, (1, [1], 0, [10])))
     with pytest.raises(Refusal, match="not higher than 1"):
         runner.open(EPOCH, 1, 1)
-    assert tokens(runner.run(decode(2, (1, 1, [], 1)))) == [12]
+    assert ops.tokens(runner.run(ops.decode(2, (1, 1, [], 1)))) == [12]

@@ -1,4 +1,4 @@
-"""Steps whose results come late: a model that answers when the test says so, and ops for it."""
+"""How ops are written, and a model that answers when the test says so."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class Ops:
         generation: int = 1,
         released: tuple[int, ...] = (),
         sample: bool = True,
+        start: bool = True,
     ) -> ForwardOp:
-        """Extend rows (row, whole page row, num_computed, token ids), each beginning a lease."""
+        """Extend rows (row, whole page row, num_computed, token ids), each refreshed and, with `start`, beginning a lease."""
         lens = _i32([len(pages) for _, pages, _, _ in rows])
         return ForwardOp(
             session_no=session_no,
@@ -101,7 +102,7 @@ class Ops:
             input_ids=_i32([token for _, _, _, ids in rows for token in ids]),
             sample=np.full(len(rows), sample, np.bool_),
             released_rows=_i32(released),
-            lease_starts=[LeaseStart(row, f"request-{row}") for row, _, _, _ in rows],
+            lease_starts=[LeaseStart(row, f"request-{row}") for row, _, _, _ in rows] if start else [],
         )
 
     @staticmethod
