@@ -148,10 +148,12 @@ class ForwardOp(_message.Message):
     where valid_len = min(row_len, mirror width) and ~ is the 64-bit complement. splitmix64(x): x += 0x9e3779b97f4a7c15;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9; x = (x ^ (x >> 27)) * 0x94d049bb133111eb; x ^ (x >> 31).
     Test vectors: row [] -> 0xe4d971771b652c20; row [3, 2] -> 0xc7da548924f3a1ec; row [3, 2, 1] -> 0x56658e418081da92.
+    The mirror's digest is computed before anything of the step is written. A row that differs is masked: it writes to the
+    dummy page only, and the result has no token for it.
     """
     verify_rows: _builtins.bytes
-    """Column int32: row numbers of live rows that the op does not otherwise name and whose digests are to be compared. Only in
-    verification mode; empty otherwise.
+    """Column int32: row numbers of live rows that the op does not otherwise name and whose digests are to be compared; a row
+    without a lease after the op is refused. Only in verification mode; empty otherwise.
     """
     verify_digests: _builtins.bytes
     """Column uint64, one entry per entry of verify_rows: the digest that row must have after the op, computed as for
@@ -420,10 +422,10 @@ class StepResult(_message.Message):
     """
     logprobs: _builtins.bytes
     """Column float32, one entry per entry of `tokens`: log probability of the token, NaN where its row asked for none. Empty: no
-    row asked.
+    row that sampled asked.
     """
     num_top: _builtins.int
-    """K, the largest num_logprobs of the op's rows; 0 when no row asked for more than its own."""
+    """K, the largest num_logprobs of the rows that sampled; 0 when none of them asked for more than its own."""
     top_tokens: _builtins.bytes
     """Column int32, K entries per entry of `tokens`: the most probable tokens, most probable first; -1 beyond what a row asked
     for. Empty when num_top is 0.

@@ -462,12 +462,15 @@ class RowPair(_message.Message):
     SCHEDULER_PAGES_FIELD_NUMBER: _builtins.int
     MIRROR_PAGES_FIELD_NUMBER: _builtins.int
     EQUAL_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     scheduler_pages: _builtins.bytes
     """Column int32: the scheduler's page row."""
     mirror_pages: _builtins.bytes
-    """Column int32: the valid part of the mirror's row."""
+    """Column int32: the valid part of the mirror's row; with several ranks that of `rank`."""
     equal: _builtins.bool
-    """The mirror holds the scheduler's row (its first max_pages_per_row entries)."""
+    """The mirror of every rank holds the scheduler's row (its first max_pages_per_row entries)."""
+    rank: _builtins.int
+    """The first rank whose mirror differs; 0 when none does, or there is only one."""
     @_builtins.property
     def request(self) -> Global___RequestInfo:
         """The request that holds the row. Always set."""
@@ -479,10 +482,11 @@ class RowPair(_message.Message):
         scheduler_pages: _builtins.bytes = ...,
         mirror_pages: _builtins.bytes = ...,
         equal: _builtins.bool = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "mirror_pages", b"mirror_pages", "request", b"request", "scheduler_pages", b"scheduler_pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "mirror_pages", b"mirror_pages", "rank", b"rank", "request", b"request", "scheduler_pages", b"scheduler_pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,6 +581,7 @@ class ServerInfo(_message.Message):
     CACHED_PAGES_FIELD_NUMBER: _builtins.int
     MAX_PROMPT_LEN_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the pagemirror package."""
     model: _builtins.str
@@ -621,6 +626,8 @@ class ServerInfo(_message.Message):
     """Longest prompt that Generate accepts."""
     num_steps: _builtins.int
     """Steps executed since the scheduler started, over all sessions."""
+    num_ranks: _builtins.int
+    """Runtimes that receive every op; 1 for a single one."""
     def __init__(
         self,
         *,
@@ -646,10 +653,11 @@ class ServerInfo(_message.Message):
         cached_pages: _builtins.int = ...,
         max_prompt_len: _builtins.int = ...,
         num_steps: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "cached_pages", b"cached_pages", "chunk_size", b"chunk_size", "default_stop_ids", b"default_stop_ids", "free_pages", b"free_pages", "max_context", b"max_context", "max_pages_per_row", b"max_pages_per_row", "max_prompt_len", b"max_prompt_len", "max_rows", b"max_rows", "model", b"model", "num_pages", b"num_pages", "num_retracted", b"num_retracted", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "overlap_depth", b"overlap_depth", "page_size", b"page_size", "refresh_policy", b"refresh_policy", "token_budget", b"token_budget", "tokenizer_path", b"tokenizer_path", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "cached_pages", b"cached_pages", "chunk_size", b"chunk_size", "default_stop_ids", b"default_stop_ids", "free_pages", b"free_pages", "max_context", b"max_context", "max_pages_per_row", b"max_pages_per_row", "max_prompt_len", b"max_prompt_len", "max_rows", b"max_rows", "model", b"model", "num_pages", b"num_pages", "num_ranks", b"num_ranks", "num_retracted", b"num_retracted", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "overlap_depth", b"overlap_depth", "page_size", b"page_size", "refresh_policy", b"refresh_policy", "token_budget", b"token_budget", "tokenizer_path", b"tokenizer_path", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

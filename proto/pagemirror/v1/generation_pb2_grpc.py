@@ -27,6 +27,13 @@ if _version_not_supported:
 
 class GenerationServiceStub(object):
     """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+    UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+    RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+    DEADLINE_EXCEEDED   the request was not there in time
+    INVALID_ARGUMENT    the request's bytes are no message
+    INTERNAL            an error of the scheduler itself; its log says more
     """
 
     def __init__(self, channel):
@@ -74,6 +81,13 @@ class GenerationServiceStub(object):
 
 class GenerationServiceServicer(object):
     """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+    UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+    RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+    DEADLINE_EXCEEDED   the request was not there in time
+    INVALID_ARGUMENT    the request's bytes are no message
+    INTERNAL            an error of the scheduler itself; its log says more
     """
 
     def Generate(self, request, context):
@@ -85,9 +99,10 @@ class GenerationServiceServicer(object):
         INVALID_ARGUMENT    empty prompt, a token outside the vocabulary, a parameter out of range, a prompt too long; the
         message names the value and the limit
         ALREADY_EXISTS      a live request has this id
-        RESOURCE_EXHAUSTED  the waiting queue is full
+        RESOURCE_EXHAUSTED  the waiting queue is full, or the client left more of the output unread, or for longer, than it may
         DEADLINE_EXCEEDED   the request waited longer than max_queue_wait_ms
         INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
+        DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
         UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,7 +135,8 @@ class GenerationServiceServicer(object):
 
     def ListRows(self, request, context):
         """Every row in use: the scheduler's pages beside the mirror's, at one step. Planning pauses for the moment of the reading.
-        Status codes: OK; UNAVAILABLE when the runtime does not answer.
+        Status codes: OK; UNAVAILABLE when the runtime does not answer; RESOURCE_EXHAUSTED when the rows do not fit into one
+        message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,6 +205,13 @@ def add_GenerationServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class GenerationService(object):
     """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+    UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+    RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+    DEADLINE_EXCEEDED   the request was not there in time
+    INVALID_ARGUMENT    the request's bytes are no message
+    INTERNAL            an error of the scheduler itself; its log says more
     """
 
     @staticmethod

@@ -27,7 +27,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationServiceStub:
-    """Served by the scheduler process."""
+    """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+      UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+      RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+      DEADLINE_EXCEEDED   the request was not there in time
+      INVALID_ARGUMENT    the request's bytes are no message
+      INTERNAL            an error of the scheduler itself; its log says more
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,9 +50,10 @@ class GenerationServiceStub:
       INVALID_ARGUMENT    empty prompt, a token outside the vocabulary, a parameter out of range, a prompt too long; the
                           message names the value and the limit
       ALREADY_EXISTS      a live request has this id
-      RESOURCE_EXHAUSTED  the waiting queue is full
+      RESOURCE_EXHAUSTED  the waiting queue is full, or the client left more of the output unread, or for longer, than it may
       DEADLINE_EXCEEDED   the request waited longer than max_queue_wait_ms
       INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
+      DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
       UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
@@ -60,7 +69,8 @@ class GenerationServiceStub:
     """Where one live request stands. Status codes: OK; NOT_FOUND when no live request has the id."""
     ListRows: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListRowsRequest, _generation_pb2.ListRowsResponse]
     """Every row in use: the scheduler's pages beside the mirror's, at one step. Planning pauses for the moment of the reading.
-    Status codes: OK; UNAVAILABLE when the runtime does not answer.
+    Status codes: OK; UNAVAILABLE when the runtime does not answer; RESOURCE_EXHAUSTED when the rows do not fit into one
+    message.
     """
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ResetPrefixCacheRequest, _generation_pb2.ResetPrefixCacheResponse]
     """Empties the prefix cache. Status codes: OK; FAILED_PRECONDITION while a running request uses cached pages and `force` is
@@ -71,7 +81,15 @@ class GenerationServiceStub:
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
-    """Served by the scheduler process."""
+    """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+      UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+      RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+      DEADLINE_EXCEEDED   the request was not there in time
+      INVALID_ARGUMENT    the request's bytes are no message
+      INTERNAL            an error of the scheduler itself; its log says more
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -83,9 +101,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       INVALID_ARGUMENT    empty prompt, a token outside the vocabulary, a parameter out of range, a prompt too long; the
                           message names the value and the limit
       ALREADY_EXISTS      a live request has this id
-      RESOURCE_EXHAUSTED  the waiting queue is full
+      RESOURCE_EXHAUSTED  the waiting queue is full, or the client left more of the output unread, or for longer, than it may
       DEADLINE_EXCEEDED   the request waited longer than max_queue_wait_ms
       INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
+      DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
       UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
@@ -101,7 +120,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Where one live request stands. Status codes: OK; NOT_FOUND when no live request has the id."""
     ListRows: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListRowsRequest, _generation_pb2.ListRowsResponse]  # type: ignore[assignment]
     """Every row in use: the scheduler's pages beside the mirror's, at one step. Planning pauses for the moment of the reading.
-    Status codes: OK; UNAVAILABLE when the runtime does not answer.
+    Status codes: OK; UNAVAILABLE when the runtime does not answer; RESOURCE_EXHAUSTED when the rows do not fit into one
+    message.
     """
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_generation_pb2.ResetPrefixCacheRequest, _generation_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Empties the prefix cache. Status codes: OK; FAILED_PRECONDITION while a running request uses cached pages and `force` is
@@ -111,7 +131,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """What is served, its limits, and how full it is. Status codes: OK only."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the scheduler process."""
+    """Served by the scheduler process.
+
+    Besides those listed with each, every method may end with:
+      UNAUTHENTICATED     the server wants a bearer token and the call shows none that is valid
+      RESOURCE_EXHAUSTED  the server serves as many calls as it may, or the request or its headers are too large
+      DEADLINE_EXCEEDED   the request was not there in time
+      INVALID_ARGUMENT    the request's bytes are no message
+      INTERNAL            an error of the scheduler itself; its log says more
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -127,9 +155,10 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT    empty prompt, a token outside the vocabulary, a parameter out of range, a prompt too long; the
                               message names the value and the limit
           ALREADY_EXISTS      a live request has this id
-          RESOURCE_EXHAUSTED  the waiting queue is full
+          RESOURCE_EXHAUSTED  the waiting queue is full, or the client left more of the output unread, or for longer, than it may
           DEADLINE_EXCEEDED   the request waited longer than max_queue_wait_ms
           INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
+          DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
           UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
         """
 
@@ -169,7 +198,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ListRowsResponse, _abc.Awaitable[_generation_pb2.ListRowsResponse]]:
         """Every row in use: the scheduler's pages beside the mirror's, at one step. Planning pauses for the moment of the reading.
-        Status codes: OK; UNAVAILABLE when the runtime does not answer.
+        Status codes: OK; UNAVAILABLE when the runtime does not answer; RESOURCE_EXHAUSTED when the rows do not fit into one
+        message.
         """
 
     @_abc_1.abstractmethod

@@ -37,19 +37,21 @@ class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCo
     REFUSAL_CODE_STEP_OUT_OF_ORDER: _RefusalCode.ValueType  # 5
     """step is neither last + 1 nor one of the stored steps. [FAILED_PRECONDITION]"""
     REFUSAL_CODE_MALFORMED: _RefusalCode.ValueType  # 6
-    """Columns of unequal length, a length that is no multiple of the entry's size, a bool that is neither 0 nor 1, a
-    negative length, an extend row without tokens, a decode row of more than one token, a lease start for no row of the
-    op or twice for one, a history that is not the computed tokens. [INVALID_ARGUMENT]
+    """Columns of unequal length or of another one than the row lengths make, a length that is no multiple of the entry's size,
+    num_extend_rows above the number of rows, a bool that is neither 0 nor 1, a negative length, an extend row without tokens,
+    a decode row of more than one token, a lease start for no row of the op, twice for one or for a lease that goes on, more
+    lease starts than rows, a request id of over 256 characters, over 4,096 stop ids, a history that is not the computed
+    tokens, digests of which there are not as many as rows. [INVALID_ARGUMENT]
     """
     REFUSAL_CODE_ROW_OUT_OF_RANGE: _RefusalCode.ValueType  # 7
-    """A row number outside [1, max_rows]. [INVALID_ARGUMENT]"""
+    """A row number outside [1, max_rows], also among verify_rows. [INVALID_ARGUMENT]"""
     REFUSAL_CODE_ROW_REPEATED: _RefusalCode.ValueType  # 8
-    """A row number twice in one op. [INVALID_ARGUMENT]"""
+    """A row number twice in one op, its verify_rows included. [INVALID_ARGUMENT]"""
     REFUSAL_CODE_STALE_GENERATION: _RefusalCode.ValueType  # 9
-    """A generation lower than the last one seen for the row number. [FAILED_PRECONDITION]"""
+    """A generation lower than the last one seen for the row number, or that of a lease that was released. [FAILED_PRECONDITION]"""
     REFUSAL_CODE_LEASE_NOT_STARTED: _RefusalCode.ValueType  # 10
-    """A tail update of a lease that was never refreshed, or a refresh that starts a lease without its LeaseStart.
-    [FAILED_PRECONDITION]
+    """A tail update of a lease that was never refreshed, a refresh that starts a lease without its LeaseStart, or a row to verify
+    that has no lease. [FAILED_PRECONDITION]
     """
     REFUSAL_CODE_LENGTH_MISMATCH: _RefusalCode.ValueType  # 11
     """begin + size is not row_len. [INVALID_ARGUMENT]"""
@@ -58,9 +60,11 @@ class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCo
     REFUSAL_CODE_NOT_CONTIGUOUS: _RefusalCode.ValueType  # 13
     """num_computed is not where the lease's previous step ended. [FAILED_PRECONDITION]"""
     REFUSAL_CODE_ROW_TOO_SHORT: _RefusalCode.ValueType  # 14
-    """num_computed + input_len is more than row_len * page_size: a token would have no page. [INVALID_ARGUMENT]"""
+    """num_computed + input_len is more than row_len * page_size: a token would have no page. Rows wider than the mirror are
+    clamped instead. [INVALID_ARGUMENT]
+    """
     REFUSAL_CODE_NEVER_SAMPLED: _RefusalCode.ValueType  # 15
-    """A decode row whose lease has not sampled a token. [FAILED_PRECONDITION]"""
+    """A decode row whose lease was never asked for a token. [FAILED_PRECONDITION]"""
     REFUSAL_CODE_PAGE_OUT_OF_RANGE: _RefusalCode.ValueType  # 16
     """A page id outside [1, num_pages]. [INVALID_ARGUMENT]"""
     REFUSAL_CODE_PAGE_REPEATED: _RefusalCode.ValueType  # 17
@@ -68,7 +72,9 @@ class _RefusalCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalCo
     REFUSAL_CODE_TOKEN_OUT_OF_RANGE: _RefusalCode.ValueType  # 18
     """A token id outside [0, vocab_size). [INVALID_ARGUMENT]"""
     REFUSAL_CODE_BAD_SAMPLING: _RefusalCode.ValueType  # 19
-    """A sampling parameter outside its range, or one that the model cannot honour. [INVALID_ARGUMENT]"""
+    """A sampling parameter outside its range, one that the model cannot honour, or a random draw without a seed.
+    [INVALID_ARGUMENT]
+    """
 
 class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper):
     """Why an op was not executed. The first five concern the stream, the others one row. After any of them the runtime
@@ -89,19 +95,21 @@ REFUSAL_CODE_UNKNOWN_SESSION: RefusalCode.ValueType  # 4
 REFUSAL_CODE_STEP_OUT_OF_ORDER: RefusalCode.ValueType  # 5
 """step is neither last + 1 nor one of the stored steps. [FAILED_PRECONDITION]"""
 REFUSAL_CODE_MALFORMED: RefusalCode.ValueType  # 6
-"""Columns of unequal length, a length that is no multiple of the entry's size, a bool that is neither 0 nor 1, a
-negative length, an extend row without tokens, a decode row of more than one token, a lease start for no row of the
-op or twice for one, a history that is not the computed tokens. [INVALID_ARGUMENT]
+"""Columns of unequal length or of another one than the row lengths make, a length that is no multiple of the entry's size,
+num_extend_rows above the number of rows, a bool that is neither 0 nor 1, a negative length, an extend row without tokens,
+a decode row of more than one token, a lease start for no row of the op, twice for one or for a lease that goes on, more
+lease starts than rows, a request id of over 256 characters, over 4,096 stop ids, a history that is not the computed
+tokens, digests of which there are not as many as rows. [INVALID_ARGUMENT]
 """
 REFUSAL_CODE_ROW_OUT_OF_RANGE: RefusalCode.ValueType  # 7
-"""A row number outside [1, max_rows]. [INVALID_ARGUMENT]"""
+"""A row number outside [1, max_rows], also among verify_rows. [INVALID_ARGUMENT]"""
 REFUSAL_CODE_ROW_REPEATED: RefusalCode.ValueType  # 8
-"""A row number twice in one op. [INVALID_ARGUMENT]"""
+"""A row number twice in one op, its verify_rows included. [INVALID_ARGUMENT]"""
 REFUSAL_CODE_STALE_GENERATION: RefusalCode.ValueType  # 9
-"""A generation lower than the last one seen for the row number. [FAILED_PRECONDITION]"""
+"""A generation lower than the last one seen for the row number, or that of a lease that was released. [FAILED_PRECONDITION]"""
 REFUSAL_CODE_LEASE_NOT_STARTED: RefusalCode.ValueType  # 10
-"""A tail update of a lease that was never refreshed, or a refresh that starts a lease without its LeaseStart.
-[FAILED_PRECONDITION]
+"""A tail update of a lease that was never refreshed, a refresh that starts a lease without its LeaseStart, or a row to verify
+that has no lease. [FAILED_PRECONDITION]
 """
 REFUSAL_CODE_LENGTH_MISMATCH: RefusalCode.ValueType  # 11
 """begin + size is not row_len. [INVALID_ARGUMENT]"""
@@ -110,9 +118,11 @@ REFUSAL_CODE_GAP: RefusalCode.ValueType  # 12
 REFUSAL_CODE_NOT_CONTIGUOUS: RefusalCode.ValueType  # 13
 """num_computed is not where the lease's previous step ended. [FAILED_PRECONDITION]"""
 REFUSAL_CODE_ROW_TOO_SHORT: RefusalCode.ValueType  # 14
-"""num_computed + input_len is more than row_len * page_size: a token would have no page. [INVALID_ARGUMENT]"""
+"""num_computed + input_len is more than row_len * page_size: a token would have no page. Rows wider than the mirror are
+clamped instead. [INVALID_ARGUMENT]
+"""
 REFUSAL_CODE_NEVER_SAMPLED: RefusalCode.ValueType  # 15
-"""A decode row whose lease has not sampled a token. [FAILED_PRECONDITION]"""
+"""A decode row whose lease was never asked for a token. [FAILED_PRECONDITION]"""
 REFUSAL_CODE_PAGE_OUT_OF_RANGE: RefusalCode.ValueType  # 16
 """A page id outside [1, num_pages]. [INVALID_ARGUMENT]"""
 REFUSAL_CODE_PAGE_REPEATED: RefusalCode.ValueType  # 17
@@ -120,7 +130,9 @@ REFUSAL_CODE_PAGE_REPEATED: RefusalCode.ValueType  # 17
 REFUSAL_CODE_TOKEN_OUT_OF_RANGE: RefusalCode.ValueType  # 18
 """A token id outside [0, vocab_size). [INVALID_ARGUMENT]"""
 REFUSAL_CODE_BAD_SAMPLING: RefusalCode.ValueType  # 19
-"""A sampling parameter outside its range, or one that the model cannot honour. [INVALID_ARGUMENT]"""
+"""A sampling parameter outside its range, one that the model cannot honour, or a random draw without a seed.
+[INVALID_ARGUMENT]
+"""
 Global___RefusalCode: _TypeAlias = RefusalCode  # noqa: Y015
 
 @_typing.final
@@ -457,9 +469,9 @@ class Refusal(_message.Message):
     row: _builtins.int
     """The offending row number; 0 when no row is to blame."""
     request_id: _builtins.str
-    """The request that holds the row; empty when none is known."""
+    """The request that holds the row, at most 256 characters; empty when none is known."""
     detail: _builtins.str
-    """What is wrong, with the value and the limit; at most 1,024 characters."""
+    """What is wrong, with the value and the limit; at most 1,024 bytes of UTF-8."""
     def __init__(
         self,
         *,

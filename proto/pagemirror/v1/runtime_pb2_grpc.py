@@ -62,13 +62,14 @@ class RuntimeServiceServicer(object):
 
         Status codes with which the stream ends:
         OK                   the scheduler half-closed it and every op was answered
-        INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
-        hello's epoch or session_no is 0 or its overlap_depth above 2
+        INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty or cannot
+        be read, or the hello's epoch or session_no is 0 or its overlap_depth above 2
         FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
         another scheduler's stream is alive, or a session_no is not higher than the last one (both
         numbers in the message)
         ABORTED              a newer session of the same scheduler took over
-        RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
+        RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB, the scheduler reads nothing of what waits for it
+        for 60 s, or the runtime serves as many calls as it may
         UNAVAILABLE          the runtime is shutting down
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -76,7 +77,8 @@ class RuntimeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK only.
+        """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK; INVALID_ARGUMENT for a
+        message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,7 +86,8 @@ class RuntimeServiceServicer(object):
 
     def ReadRows(self, request, context):
         """Rows of the mirror, read in the execution thread between two ops, so that they are those of one moment.
-        Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows]; UNAVAILABLE while shutting down.
+        Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows], for more row numbers than there are rows and
+        for a message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,20 +39,24 @@ class RuntimeServiceStub:
 
     Status codes with which the stream ends:
       OK                   the scheduler half-closed it and every op was answered
-      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
-                           hello's epoch or session_no is 0 or its overlap_depth above 2
+      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty or cannot
+                           be read, or the hello's epoch or session_no is 0 or its overlap_depth above 2
       FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
                            another scheduler's stream is alive, or a session_no is not higher than the last one (both
                            numbers in the message)
       ABORTED              a newer session of the same scheduler took over
-      RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
+      RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB, the scheduler reads nothing of what waits for it
+                           for 60 s, or the runtime serves as many calls as it may
       UNAVAILABLE          the runtime is shutting down
     """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetRuntimeInfoRequest, _runtime_pb2.RuntimeInfo]
-    """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK only."""
+    """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK; INVALID_ARGUMENT for a
+    message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
+    """
     ReadRows: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ReadRowsRequest, _runtime_pb2.ReadRowsResponse]
     """Rows of the mirror, read in the execution thread between two ops, so that they are those of one moment.
-    Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows]; UNAVAILABLE while shutting down.
+    Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows], for more row numbers than there are rows and
+    for a message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
     """
 
 @_typing.type_check_only
@@ -66,20 +70,24 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
 
     Status codes with which the stream ends:
       OK                   the scheduler half-closed it and every op was answered
-      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
-                           hello's epoch or session_no is 0 or its overlap_depth above 2
+      INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty or cannot
+                           be read, or the hello's epoch or session_no is 0 or its overlap_depth above 2
       FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
                            another scheduler's stream is alive, or a session_no is not higher than the last one (both
                            numbers in the message)
       ABORTED              a newer session of the same scheduler took over
-      RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
+      RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB, the scheduler reads nothing of what waits for it
+                           for 60 s, or the runtime serves as many calls as it may
       UNAVAILABLE          the runtime is shutting down
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetRuntimeInfoRequest, _runtime_pb2.RuntimeInfo]  # type: ignore[assignment]
-    """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK only."""
+    """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK; INVALID_ARGUMENT for a
+    message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
+    """
     ReadRows: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ReadRowsRequest, _runtime_pb2.ReadRowsResponse]  # type: ignore[assignment]
     """Rows of the mirror, read in the execution thread between two ops, so that they are those of one moment.
-    Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows]; UNAVAILABLE while shutting down.
+    Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows], for more row numbers than there are rows and
+    for a message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
     """
 
 class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -96,13 +104,14 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Status codes with which the stream ends:
           OK                   the scheduler half-closed it and every op was answered
-          INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty, or the
-                               hello's epoch or session_no is 0 or its overlap_depth above 2
+          INVALID_ARGUMENT     no hello came within 10 s, the first message is none, a later one is, a message is empty or cannot
+                               be read, or the hello's epoch or session_no is 0 or its overlap_depth above 2
           FAILED_PRECONDITION  protocol version, page_size or another configured value disagrees (both values in the message),
                                another scheduler's stream is alive, or a session_no is not higher than the last one (both
                                numbers in the message)
           ABORTED              a newer session of the same scheduler took over
-          RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB
+          RESOURCE_EXHAUSTED   a message is over the channel's limit of 64 MiB, the scheduler reads nothing of what waits for it
+                               for 60 s, or the runtime serves as many calls as it may
           UNAVAILABLE          the runtime is shutting down
         """
 
@@ -112,7 +121,9 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runtime_pb2.GetRuntimeInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.RuntimeInfo, _abc.Awaitable[_runtime_pb2.RuntimeInfo]]:
-        """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK only."""
+        """What the runtime is: the same facts as its hello, without opening a session. Status codes: OK; INVALID_ARGUMENT for a
+        message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
+        """
 
     @_abc_1.abstractmethod
     def ReadRows(
@@ -121,7 +132,8 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.ReadRowsResponse, _abc.Awaitable[_runtime_pb2.ReadRowsResponse]]:
         """Rows of the mirror, read in the execution thread between two ops, so that they are those of one moment.
-        Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows]; UNAVAILABLE while shutting down.
+        Status codes: OK; INVALID_ARGUMENT for a row number outside [1, max_rows], for more row numbers than there are rows and
+        for a message that cannot be read; RESOURCE_EXHAUSTED for too many calls at a time; UNAVAILABLE while shutting down.
         """
 
 def add_RuntimeServiceServicer_to_server(servicer: RuntimeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
