@@ -39,6 +39,9 @@ def _no_cuda_reason() -> str:
     return "no CUDA device"
 
 
+# Their assertions say what differs, as those of tests do.
+pytest.register_assert_rewrite("both_runtimes", "hand_runtime", "scheduler_driver")
+
 NO_CUDA = _no_cuda_reason()
 
 # Without a device Triton cannot compile for one, so kernels run in its interpreter. With a device they run as compiled.

@@ -25,6 +25,18 @@ class RefreshPolicy(StrEnum):
     TAIL_ONLY = "tail_only"
 
 
+class Verify(StrEnum):
+    """How often the runtime's mirror is compared with the rows here.
+
+    `off`: never. `every`: each op says what digest each of its rows must have, and the runtime computes none that differs.
+    `sample`: each `verify_interval`-th op does so, and compares all other rows in use as well.
+    """
+
+    OFF = "off"
+    SAMPLE = "sample"
+    EVERY = "every"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of the pool, as the runtime stated them, and choices of policy.
@@ -61,10 +73,14 @@ class SchedulerConfig:
     """The model has no logits: requests with sampling parameters that need them are refused."""
     max_lease_bytes: int = 32 * 1024 * 1024
     """Lease starts, penalty histories included, in one op; a first one is admitted whatever its size."""
+    verify: Verify = Verify.OFF
+    verify_interval: int = 64
+    """With `sample`: every how many ops."""
 
     def __post_init__(self) -> None:
         for key in ("page_size", "num_pages", "max_rows", "max_pages_per_row", "vocab_size", "token_budget", "chunk_size"):
             self._require(key, 1, 2**31 - 1)
+        self._require("verify_interval", 1, 2**31 - 1)
         for key in ("max_context", "max_waiting", "max_lease_bytes"):
             self._require(key, 0, 2**31 - 1)
         for key in ("mixed", "prefix_cache", "greedy_only"):
@@ -72,6 +88,8 @@ class SchedulerConfig:
                 raise ConfigError(key, getattr(self, key), "True or False")
         if not isinstance(self.refresh_policy, RefreshPolicy):
             raise ConfigError("refresh_policy", self.refresh_policy, "a RefreshPolicy")
+        if not isinstance(self.verify, Verify):
+            raise ConfigError("verify", self.verify, "a Verify")
         self._require("overlap_depth", 0, MAX_OVERLAP_DEPTH)
         if self.num_pages * self.page_size > 2**40:
             raise ConfigError("num_pages", self.num_pages, f"at most {2**40 // self.page_size} with page_size {self.page_size}")

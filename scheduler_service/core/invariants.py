@@ -15,7 +15,8 @@ from scheduler_service.core.config import RefreshPolicy
 from scheduler_service.core.errors import InvariantViolation
 from scheduler_service.core.ops import ForwardOp
 from scheduler_service.core.page_pool import PageState
-from scheduler_service.core.radix_cache import Node
+from scheduler_service.core.radix_node import Node
+from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.states import State
@@ -56,48 +57,98 @@ def audit_op(op: ForwardOp) -> list[str]:
 
 
 def audit_writes(scheduler: Scheduler, op: ForwardOp) -> list[str]:
-    """Right after `plan()`: no planned row writes into a page that the tree owns, and every token has a page."""
-    rows = scheduler.placement.rows
+    """Right after `plan()`: no planned row writes into a page that the tree owns, every token has a page, and the op says what
+    the rows are.
+    """
+    rows, indices = scheduler.placement.rows, op.req_pool_indices
     first_written = op.num_computed // scheduler.config.page_size
     findings = [
         f"step {op.step}: row {row} writes logical page {page}, but its first {tree} pages are the tree's"
-        for row, page, tree in zip(
-            op.req_pool_indices.tolist(), first_written.tolist(), rows.num_tree[op.req_pool_indices], strict=True
-        )
+        for row, page, tree in zip(indices.tolist(), first_written.tolist(), rows.num_tree[indices], strict=True)
         if page < tree
     ]
     short = op.num_computed + op.input_lens > op.row_lens * scheduler.config.page_size
-    findings += [f"step {op.step}: row {row} has no page for its last token" for row in op.req_pool_indices[short].tolist()]
+    findings += [f"step {op.step}: row {row} has no page for its last token" for row in indices[short].tolist()]
+    pages = rows.gather(indices, np.where(op.full_refresh, 0, op.begins))
+    if not np.array_equal(op.row_lens, rows.num_pages[indices]) or not np.array_equal(op.occupied_pages, pages):
+        findings.append(
+            f"step {op.step}: the op says lengths {op.row_lens.tolist()} and pages {op.occupied_pages.tolist()}, rows "
+            f"{indices.tolist()} have {rows.num_pages[indices].tolist()} and {pages.tolist()}"
+        )
     return findings
 
 
 def _audit_rows(scheduler: Scheduler) -> Iterable[str]:
     placement = scheduler.placement
     rows = placement.rows
-    owners: Counter[int] = Counter()
     private: Counter[int] = Counter()
     cached = set(placement.pool.pages_in(PageState.CACHED).tolist())
     for row, (request, pages) in scheduler.rows().items():
-        entries = pages.tolist()
-        tree = int(rows.num_tree[row])
+        name, entries = f"request {request.request_id!r}", pages.tolist()
+        tree, computed = int(rows.num_tree[row]), int(rows.num_computed[row])
         if len(set(entries)) != len(entries):
-            yield f"request {request.request_id!r}: a page is in row {row} twice: {entries}"
+            yield f"{name}: a page is in row {row} twice: {entries}"
         if not set(entries[:tree]) <= cached:
-            yield f"request {request.request_id!r}: row {row} counts {tree} entries of {entries} as the tree's, some are not"
+            yield f"{name}: row {row} counts {tree} entries of {entries} as the tree's, some are not"
         if cached & set(entries[tree:]):
-            yield f"request {request.request_id!r}: row {row} holds pages of the tree beyond its first {tree}: {entries}"
-        if request.node is not None and placement.cache.path_pages(request.node).tolist() != entries[:tree]:
-            yield f"request {request.request_id!r}: its locked path is not the first {tree} pages of its row {entries}"
-        if request.row != row:
-            yield f"request {request.request_id!r}: believes to hold row {request.row}, holds {row}"
-        if int(rows.num_computed[row]) > len(entries) * scheduler.config.page_size:
-            yield f"request {request.request_id!r}: {rows.num_computed[row]} tokens computed in {len(entries)} pages"
-        owners.update(entries)
+            yield f"{name}: row {row} holds pages of the tree beyond its first {tree}: {entries}"
+        if tree * placement.page_size > computed:
+            yield f"{name}: {tree} pages of row {row} are the tree's, but only {computed} tokens are computed"
+        if computed > len(entries) * placement.page_size:
+            yield f"{name}: {computed} tokens computed in {len(entries)} pages"
+        if computed >= int(rows.num_known[row]) + int(rows.num_outstanding[row]):
+            yield (
+                f"{name}: {computed} tokens computed, {rows.num_known[row]} known, "
+                f"and {rows.num_outstanding[row]} results awaited of row {row}"
+            )
+        if request.row != row or scheduler.requests.get(request.request_id) is not request:
+            yield f"{name}: row {row} is its, but it is not live or believes to hold row {request.row}"
+        yield from _audit_prefix(scheduler, request, entries[:tree], name)
         private.update(entries[tree:])
     yield from (f"page {page} is private to {count} rows" for page, count in private.items() if count > 1)
     expected = placement.pool.pages_in(PageState.PRIVATE).tolist()
     if sorted(private) != expected:
         yield f"private pages are {expected}, rows hold {sorted(private)} besides the tree's"
+    yield from _audit_leases(scheduler)
+
+
+def _audit_prefix(scheduler: Scheduler, request: Request, pages: list[int], name: str) -> Iterable[str]:
+    """The pages that a row takes from the tree are those of its request's own tokens, in its namespace, and locked for it."""
+    cache, node = scheduler.placement.cache, request.node
+    if node is None:
+        if pages or request.prefix_cache:
+            yield f"{name}: it locks nothing in the tree and uses {pages} of it, with prefix_cache {request.prefix_cache}"
+        return
+    if cache.path_pages(node).tolist() != pages:
+        yield f"{name}: its locked path is not the first {len(pages)} pages of its row"
+        return
+    parts = []
+    while node.parent is not None:
+        parts.append(node.tokens)
+        node = node.parent
+    if node is not cache.roots().get(request.cache_namespace):
+        yield f"{name}: its locked path does not begin at the root of namespace {request.cache_namespace!r}"
+    if parts and not np.array_equal(np.concatenate(parts[::-1]), request.token_slice(0, len(pages) * cache.page_size)):
+        yield f"{name}: the tokens of its locked path are not its own"
+
+
+def _audit_leases(scheduler: Scheduler) -> Iterable[str]:
+    """Rows in use, rows that are free, and the order of those in use."""
+    placement = scheduler.placement
+    rows, order = placement.rows, placement.holder_rows().tolist()
+    free = rows.free_rows()
+    if len(free) + len(order) != rows.max_rows:
+        yield f"{len(free)} rows are free and {len(order)} in use, of {rows.max_rows}"
+    if len(set(free)) != len(free):
+        yield f"a row is free twice: {free}"
+    leased = np.flatnonzero(rows.live_generation).tolist()
+    if sorted(order) != leased:
+        yield f"rows {sorted(order)} are in use, but rows {leased} are leased"
+    if set(free) & set(leased):
+        yield f"rows {sorted(set(free) & set(leased))} are leased, but free"
+    orders = [placement.request_of_row[row].order for row in order]
+    if orders != sorted(orders):
+        yield f"rows {order} are not in the order of their requests: {orders}"
 
 
 def _audit_pages(scheduler: Scheduler) -> Iterable[str]:
@@ -122,10 +173,6 @@ def _audit_pages(scheduler: Scheduler) -> Iterable[str]:
         )
     if not scheduler.requests and (pool.num_private or placement.cache.num_locked):
         yield f"idle, but {pool.num_private} pages are private and {placement.cache.num_locked} locked"
-    if placement.rows.num_free + placement.num_holders != placement.rows.max_rows:
-        yield f"{placement.rows.num_free} rows are free and {placement.num_holders} in use, of {placement.rows.max_rows}"
-    if len(set(placement.rows.free_rows())) != placement.rows.num_free:
-        yield f"a row is free twice: {placement.rows.free_rows()}"
 
 
 def _audit_tree(scheduler: Scheduler) -> Iterable[str]:
@@ -136,6 +183,11 @@ def _audit_tree(scheduler: Scheduler) -> Iterable[str]:
         while node is not None:
             locks[node] += 1
             node = node.parent
+    for namespace, root in cache.roots().items():
+        if root.locks != locks[root]:
+            yield f"the root of namespace {namespace!r} counts {root.locks} locks, requests hold {locks[root]}"
+        if namespace and not root.locks and not root.children:
+            yield f"the root of namespace {namespace!r} is kept, but nobody uses it"
     locked_pages = 0
     for node in cache.nodes():
         parent = node.parent
@@ -144,7 +196,7 @@ def _audit_tree(scheduler: Scheduler) -> Iterable[str]:
             yield f"the tree's node of pages {node.pages.tolist()} counts {node.locks} locks, requests hold {locks[node]}"
         if node.depth != parent.depth + len(node.pages) or len(node.tokens) != len(node.pages) * cache.page_size:
             yield f"the tree's node of pages {node.pages.tolist()} has depth {node.depth} and {len(node.tokens)} tokens"
-        if parent.children.get(node.tokens[: cache.page_size].tobytes()) is not node or not len(node.pages):
+        if parent.children.get(cache.key(node.tokens, 0)) is not node or not len(node.pages):
             yield f"the tree's node of pages {node.pages.tolist()} is not found from its parent"
         if not node.locks and not node.children and not node.queued:
             yield f"the tree's leaf of pages {node.pages.tolist()} would never be evicted"
@@ -162,22 +214,44 @@ def _audit_requests(scheduler: Scheduler) -> Iterable[str]:
             yield f"{name} is over, but live"
         counted = request.num_outstanding
         if request.state.holds_row:
-            counted += int(rows.num_outstanding[request.row])
-            if rows.num_known[request.row] != len(request.tokens) or rows.phase[request.row] != _PHASES[request.state]:
-                yield f"{name}: row {request.row} knows {rows.num_known[request.row]} tokens, the request {len(request.tokens)}"
+            row = request.row
+            counted += int(rows.num_outstanding[row])
+            if rows.num_known[row] != len(request.tokens) or rows.phase[row] != _PHASES[request.state]:
+                known = int(rows.num_known[row])
+                yield f"{name}: row {row} knows {known} tokens, the request {len(request.tokens)} and is {request.state}"
+            stop_ids = {stop_id for stop_id in rows.stop_ids[row].tolist() if stop_id >= 0}
+            if rows.limit_len[row] != request.limit_len or stop_ids != set(request.stop_ids):
+                yield f"{name}: row {row} ends at {rows.limit_len[row]} tokens or {sorted(stop_ids)}, the request does not"
         if counted != outstanding[request]:
             yield f"{name} counts {counted} ops in flight, there are {outstanding[request]}"
         if len(request.tokens) >= request.limit_len:
             yield f"{name} has all its {request.limit_len} tokens, but is {request.state}"
-    states = Counter(request.state for request in scheduler.requests.values())
-    if (scheduler.num_waiting, scheduler.num_retracted) != (states[State.SUBMITTED], states[State.RETRACTED]):
-        yield f"queues hold {scheduler.num_waiting} and {scheduler.num_retracted} requests, states say {dict(states)}"
+    waiting, retracted = scheduler.queues()
+    for queued, counted, state in (
+        (waiting, scheduler.num_waiting, State.SUBMITTED),
+        (retracted, scheduler.num_retracted, State.RETRACTED),
+    ):
+        live = [request for request in scheduler.requests.values() if request.state is state]
+        if Counter(queued) != Counter(live) or counted != len(live):
+            yield f"the queue of {state} requests holds {_names(queued)} and counts {counted}, live are {_names(live)}"
+
+
+def _names(requests: Iterable[Request]) -> list[str]:
+    return sorted(request.request_id for request in requests)
 
 
 def _audit_sent(scheduler: Scheduler) -> Iterable[str]:
+    """What the runtime was told of each row, as far as it must be known here."""
     rows = scheduler.placement.rows
     if rows.sent_pages is None or scheduler.config.refresh_policy is RefreshPolicy.TAIL_ONLY:
         return  # nothing to compare with, or wrong on purpose
     for row in np.flatnonzero(rows.live_generation).tolist():
-        if not rows.unsent[row] and rows.changed_since_sent(row) and not rows.dirty[row]:
+        sent, length = int(rows.sent_len[row]), int(rows.num_pages[row])
+        if rows.unsent[row]:
+            if sent or rows.dirty[row]:
+                yield f"row {row} was not sent in its lease, but counts {sent} entries as sent"
+            continue
+        if sent > length:
+            yield f"row {row} counts {sent} entries as sent, it has {length}"
+        if rows.changed_since_sent(row) and not rows.dirty[row]:
             yield f"row {row} changed below its sent length and is not marked dirty"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from scheduler_service.core.config import RefreshPolicy
-from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, LeaseStart
+from scheduler_service.core.config import RefreshPolicy, Verify
+from scheduler_service.core.digests import row_digests
+from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, LeaseStart, UInt64Array
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice
 from scheduler_service.core.request import Request
-from scheduler_service.core.row_table import Phase
+from scheduler_service.core.row_table import Phase, RowTable
 from scheduler_service.core.states import Event, State, transition_of
 
 _NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
@@ -84,6 +85,11 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
     )
     placement.released_rows.clear()
     rows.mark_sent(indices, starts)
+    verify = placement.config.verify
+    if verify is not Verify.OFF:
+        sampled = verify is Verify.SAMPLE
+        if not sampled or step % placement.config.verify_interval == 0:
+            _ask_digests(op, rows, others=sampled)
     rows.num_computed[indices] = computed_after
     rows.num_outstanding[indices] += 1
     _move_requests(placement, choice, requests, sample, first_decodes)
@@ -104,6 +110,22 @@ def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseSt
         traceparent=request.traceparent,
         history=request.token_slice(0, num_computed).astype("<i4", copy=False).tobytes() if sampling.has_penalty else b"",
     )
+
+
+def _ask_digests(op: ForwardOp, rows: RowTable, *, others: bool) -> None:
+    """Note what the mirror must hold once the op is applied, of the op's rows and, if asked, of the `others` in use."""
+    op.row_digests = _expected(rows, op.req_pool_indices)
+    if others:
+        # A row that was repointed since it was last sent differs from its mirror until its next op, which sends it whole.
+        wanted = (rows.sent_len > 0) & ~rows.dirty
+        wanted[op.req_pool_indices] = False
+        op.verify_rows = np.flatnonzero(wanted).astype(np.int32)
+        op.verify_digests = _expected(rows, op.verify_rows)
+
+
+def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
+    lens = rows.sent_len[indices]  # all sent rows fit into the mirror: the runtime's width is also the table's
+    return row_digests(rows.pages, indices, lens, lens)
 
 
 def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray) -> BoolArray:
@@ -135,10 +157,12 @@ def _move_requests(
     phase = placement.rows.phase
     for index, extend in enumerate(choice.extends):
         request = requests[index]
+        placement.keep(request)
         whole = State.DECODING if extend.cause is Cause.RESUME else State.PREFILL_DONE
         request.move(EVENT_OF_CAUSE[extend.cause], whole if sample[index] else State.PREFILLING)
         phase[extend.row] = _PHASE_OF_STATE[request.state]
     num_extend = len(choice.extends)
     for index in np.flatnonzero(first_decodes).tolist():
+        placement.keep(requests[num_extend + index])
         requests[num_extend + index].move(Event.SCHEDULE_DECODE, State.DECODING)
         phase[choice.decodes[index]] = Phase.DECODING

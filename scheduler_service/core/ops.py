@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
+UInt64Array = npt.NDArray[np.uint64]
 
 NO_TOKEN = -1
 """Entry of `StepResult.tokens` for a row that sampled nothing."""
@@ -123,6 +124,10 @@ class ForwardOp:
     extend_causes: list[Cause] = field(default_factory=list)  # [num_extend_rows]
     first_decodes: BoolArray | None = None  # [R - num_extend_rows], rows that came from PrefillDone; None: no row did
     num_logprobs: Int32Array | None = None  # [R], -1 where the request wants none; None: nobody wants any
+    # Verification, see `digests`; None: this op asks for none.
+    row_digests: UInt64Array | None = None  # [R], of the op's own rows
+    verify_rows: Int32Array | None = None  # [V], other rows that are to be compared
+    verify_digests: UInt64Array | None = None  # [V]
 
     @property
     def num_rows(self) -> int:
@@ -148,3 +153,4 @@ class StepResult:
     logprobs: Float32Array | None = None  # [R], not-a-number where the row did not ask; None: no row asked
     top_tokens: Int32Array | None = None  # [R, K], NO_TOKEN beyond what a row asked for
     top_logprobs: Float32Array | None = None  # [R, K], not-a-number beyond what a row asked for
+    digests: UInt64Array | None = None  # [R + V], of the op's rows, then of its verify_rows; None: the op asked for none

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import Int32Array
 
 
@@ -42,7 +44,9 @@ class PagePool:
     Every call checks first and changes state last, so a call that raises `PageAccountingError` has changed nothing.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
+        self._journal.watch(self._snapshot)
         self.num_pages = num_pages
         self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
         self._states = np.empty(num_pages + 1, dtype=np.uint8)
@@ -70,6 +74,7 @@ class PagePool:
             raise PageAccountingError(f"{count} pages wanted, {self.num_free} free")
         low = self.num_free - count
         pages = self._stack[low : self.num_free][::-1].copy()
+        self._note_states(pages, np.uint8(PageState.FREE))
         self.num_free = low
         self._states[pages] = PageState.PRIVATE
         return pages
@@ -85,6 +90,8 @@ class PagePool:
             raise PageAccountingError(f"pages {bad.tolist()} are given back, but are free already or reserved")
         if count > 1 and len(np.unique(pages)) != count:
             raise PageAccountingError(f"pages {pages.tolist()} are given back, one of them twice")
+        self._note_states(pages, states)
+        self._note_stack(self.num_free, count)
         self._stack[self.num_free : self.num_free + count] = pages
         self.num_free += count
         self.num_cached -= int((states == PageState.CACHED).sum())
@@ -95,6 +102,7 @@ class PagePool:
         if (self._states[pages] != PageState.PRIVATE).any():
             bad = pages[self._states[pages] != PageState.PRIVATE]
             raise PageAccountingError(f"pages {bad.tolist()} are published, but are not private")
+        self._note_states(pages, np.uint8(PageState.PRIVATE))
         self._states[pages] = PageState.CACHED
         self.num_cached += len(pages)
 
@@ -105,3 +113,19 @@ class PagePool:
     def pages_in(self, state: PageState) -> Int32Array:
         """All page ids in `state`, ascending; O(num_pages), for audits."""
         return (np.flatnonzero(self._states[1:] == state) + 1).astype(np.int32)
+
+    def _snapshot(self) -> Restore:
+        num_free, num_cached = self.num_free, self.num_cached
+
+        def restore() -> None:
+            self.num_free, self.num_cached = num_free, num_cached
+
+        return restore
+
+    def _note_states(self, pages: Int32Array, states: npt.NDArray[np.uint8] | np.uint8) -> None:
+        self._journal.note(lambda: self._states.__setitem__(pages, states))
+
+    def _note_stack(self, start: int, count: int) -> None:
+        if self._journal.is_open:
+            old = self._stack[start : start + count].copy()
+            self._journal.note(lambda: self._stack.__setitem__(slice(start, start + count), old))

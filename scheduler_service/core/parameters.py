@@ -12,6 +12,8 @@ from scheduler_service.core.errors import BadParameterError, UnsupportedParamete
 from scheduler_service.core.ops import SamplingParams
 
 MAX_REQUEST_ID_LEN = 256
+MAX_NAMESPACE_LEN = 256
+MAX_TRACEPARENT_LEN = 256
 MAX_STOP_IDS = 1024
 MAX_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
@@ -45,6 +47,16 @@ def check_parameters(
     _check_sampling(request_id, sampling, config.vocab_size)
     if config.greedy_only:
         _check_greedy(request_id, sampling)
+
+
+def check_labels(request_id: str, cache_namespace: str, traceparent: str) -> None:
+    """Refuse labels that are too long. Raises BadParameterError."""
+    for name, value, most in (
+        ("cache_namespace", cache_namespace, MAX_NAMESPACE_LEN),
+        ("traceparent", traceparent, MAX_TRACEPARENT_LEN),
+    ):
+        if len(value) > most:
+            raise BadParameterError(request_id, name, f"a text of {len(value)} characters", f"at most {most} characters")
 
 
 def _check_sampling(request_id: str, sampling: SamplingParams, vocab_size: int) -> None:

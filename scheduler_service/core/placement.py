@@ -10,9 +10,11 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import Int32Array
 from scheduler_service.core.page_pool import PagePool
-from scheduler_service.core.radix_cache import Match, RadixCache
+from scheduler_service.core.radix_cache import RadixCache
+from scheduler_service.core.radix_node import Match
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase, RowTable
 
@@ -25,10 +27,13 @@ class Placement:
     def __init__(self, config: SchedulerConfig, *, keep_sent: bool = False) -> None:
         self.config = config
         self.page_size = config.page_size
-        self.pool = PagePool(config.num_pages)
-        self.cache = RadixCache(config.page_size)
+        self.journal = Journal()
+        self.pool = PagePool(config.num_pages, self.journal)
+        self.cache = RadixCache(config.page_size, self.journal)
         keep_sent = keep_sent or config.refresh_policy is RefreshPolicy.DIFF
-        self.rows = RowTable(config.max_rows, config.max_pages_per_row, config.page_size, keep_sent=keep_sent)
+        sizes = (config.max_rows, config.max_pages_per_row, config.page_size)
+        self.rows = RowTable(*sizes, keep_sent=keep_sent, journal=self.journal)
+        self.journal.watch(self._snapshot)
         self.request_of_row = np.full(config.max_rows + 1, None, dtype=object)
         self.released_rows: list[int] = []  # since the last op
         self._holders: list[tuple[tuple[int, int], int]] = []  # ((priority, arrival), row), sorted
@@ -49,6 +54,10 @@ class Placement:
         if self._holder_rows is None:
             self._holder_rows = np.array([row for _, row in self._holders], dtype=np.int32)
         return self._holder_rows
+
+    def rows_in_use(self) -> dict[int, tuple[Request, Int32Array]]:
+        """Row number → the request that holds it and a copy of its page row."""
+        return {row: (self.request_of_row[row], self.rows.row_pages(row).copy()) for row in self.holder_rows().tolist()}
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens`."""
@@ -76,6 +85,7 @@ class Placement:
 
     def enter(self, request: Request, match: Match | None, num_tokens: int) -> int:
         """Give the request a row that starts with `match` and has pages for `num_tokens`; returns the row number."""
+        self.keep(request)
         rows = self.rows
         tail_only = self.config.refresh_policy is RefreshPolicy.TAIL_ONLY
         row = rows.begin_lease(preferred=request.row if tail_only else 0)
@@ -96,6 +106,7 @@ class Placement:
         rows.set_stop_ids(row, request.stop_ids)
         if request.sampling.num_logprobs is not None:
             rows.ask_logprobs(row, request.sampling.num_logprobs)
+        self._note_holders()
         request.row = row
         self.request_of_row[row] = request
         insort(self._holders, (request.order, row))
@@ -120,6 +131,7 @@ class Placement:
         start, stop = int(self.rows.num_tree[row]), self.publishable_pages(row)
         if request.node is None or stop <= start:
             return
+        self.keep(request)
         own = self.rows.pages[row, start:stop].copy()
         tokens = request.token_slice(start * self.page_size, stop * self.page_size)
         insertion = self.cache.insert_prefix(request.node, tokens, own)
@@ -135,6 +147,7 @@ class Placement:
         """End the lease: publish the first `publish_pages` pages as far as they are not yet, free the rest."""
         rows = self.rows
         request: Request = self.request_of_row[row]
+        self.keep(request)
         pages = rows.row_pages(row).copy()
         start = int(rows.num_tree[row])
         stop = publish_pages if request.node is not None and publish_pages > start else start
@@ -175,8 +188,32 @@ class Placement:
         request.num_computed = int(self.rows.num_computed[row])
         request.num_outstanding += int(self.rows.num_outstanding[row])
         request.sent_len = int(self.rows.sent_len[row])
+        self._note_holders()
         del self._holders[bisect_left(self._holders, (request.order, row))]
         self._holder_rows = None
         self.request_of_row[row] = None
         self.rows.end_lease(row)
         self.released_rows.append(row)
+
+    def keep(self, request: Request) -> None:
+        """The request is about to be changed: note what it is now."""
+        if self.journal.is_open:
+            self.journal.note(request.saved())
+
+    def _snapshot(self) -> Restore:
+        released_rows = list(self.released_rows)
+
+        def restore() -> None:
+            self.released_rows = released_rows
+
+        return restore
+
+    def _note_holders(self) -> None:
+        if self.journal.is_open:
+            requests, holders = self.request_of_row.copy(), list(self._holders)
+
+            def restore() -> None:
+                self.request_of_row[:] = requests
+                self._holders, self._holder_rows = holders, None
+
+            self.journal.note(restore)

@@ -83,12 +83,15 @@ class Planner:
         self._num_leases = 0
         self._refusal: tuple[object, ...] = ()  # circumstances under which the head last did not fit
 
-    def choose(self, plan_no: int, *, idle: bool) -> Choice:
-        """The rows of step `plan_no`; `idle` says that no op is in flight."""
+    def choose(self, plan_no: int, *, idle: bool, alone: Request | None = None) -> Choice:
+        """The rows of step `plan_no`; `idle`: no op is in flight; `alone`: a request that must have a step to itself."""
         self._choice = Choice()
         self._budget = self.token_budget
         self._lease_bytes = self._num_leases = 0
-        if self._config.mixed:
+        if alone is not None:
+            if idle and alone.retracted_in_plan < plan_no:
+                self._choose_alone(alone)
+        elif self._config.mixed:
             self._choose_decodes()
             self._choose_continuations()
             self._admit(plan_no)
@@ -97,9 +100,26 @@ class Planner:
             self._admit(plan_no)
             if not self._choice.extends:
                 self._choose_decodes()
-        if idle and self._choice.is_empty:
+        if idle and self._choice.is_empty and alone is None:
             self._admit(plan_no, past_just_retracted=True)
         return self._choice
+
+    def _choose_alone(self, request: Request) -> None:
+        """It finds its row and its pages whatever its order: other holders are retracted for it, the last in order first."""
+        if not request.state.holds_row:
+            while not self._enter(request, Cause.RESUME, watermark=0):
+                if (victim := self._last_holder_but(0)) is None:
+                    return
+                self._retract_row(victim)
+            self._retracted.remove(request)
+        elif self._rows.phase[request.row] == Phase.PREFILLING:
+            self._continue(request.row, alone=True)
+        elif self._grow(request.row, int(self._rows.num_computed[request.row]) + 1, alone=True):
+            self._choice.decodes = np.array([request.row], dtype=np.int32)
+
+    def forget(self) -> None:
+        """What the last plan found is not to be relied on."""
+        self._refusal = ()
 
     # Rows in use
 
@@ -136,15 +156,19 @@ class Planner:
                 break
             if not rows.live_generation[row]:
                 continue  # retracted for a row before it in this loop
-            remaining = int(rows.num_known[row] - rows.num_computed[row])
-            input_len = min(self._config.chunk_size, self._budget, remaining)
-            if self._grow(row, int(rows.num_computed[row]) + input_len):
-                self._choice.extends.append(Extend(row, input_len, Cause.CONTINUATION))
-                self._budget -= input_len
+            self._continue(row)
 
-    def _grow(self, row: int, num_tokens: int) -> bool:
-        """Give the row pages for `num_tokens`, retracting others for them if need be; before that, publish what it has
-        computed, unless it is decoding: a plain decode step only appends.
+    def _continue(self, row: int, *, alone: bool = False) -> None:
+        rows = self._rows
+        remaining = int(rows.num_known[row] - rows.num_computed[row])
+        input_len = min(self._config.chunk_size, self._budget, remaining)
+        if self._grow(row, int(rows.num_computed[row]) + input_len, alone=alone):
+            self._choice.extends.append(Extend(row, input_len, Cause.CONTINUATION))
+            self._budget -= input_len
+
+    def _grow(self, row: int, num_tokens: int, *, alone: bool = False) -> bool:
+        """Give the row pages for `num_tokens`, retracting others for them if need be (`alone`: any of them); before that,
+        publish what it has computed, unless it is decoding: a plain decode step only appends.
 
         False: the row is not to be planned, because it was retracted itself or must wait for results.
         """
@@ -154,7 +178,7 @@ class Planner:
         while need > placement.num_available and not (
             publishes and need <= placement.num_available + placement.publish_gain(row)
         ):
-            victim = self._victim()
+            victim = self._last_holder_but(row) if alone else self._victim()
             if victim is None:
                 return False
             self._retract(victim)
@@ -177,6 +201,12 @@ class Planner:
             if not last_token_planned:
                 return int(candidate)
         return None
+
+    def _last_holder_but(self, row: int) -> int | None:
+        """The last row in order other than `row`."""
+        order = self._placement.holder_rows()
+        others = order[order != row]
+        return int(others[-1]) if len(others) else None
 
     def _retract(self, victim: int) -> None:
         # Among the chosen only a decode row can be a victim: chunks are chosen in order, and no row ahead of the needy one is.
@@ -208,12 +238,12 @@ class Planner:
                 return
             self._waiting.pop()
 
-    def _enter(self, request: Request, cause: Cause) -> bool:
-        """Admit the head if it fits; False: it does not, and nothing was changed."""
+    def _enter(self, request: Request, cause: Cause, watermark: int | None = None) -> bool:
+        """Admit the request if it fits; False: it does not, and nothing was changed. `watermark` None: one page a holder."""
         placement = self._placement
         if self._budget == 0 or self._rows.num_free == 0:
             return False
-        watermark = placement.num_holders
+        watermark = placement.num_holders if watermark is None else watermark
         circumstances = (request, watermark, placement.pool.num_free, placement.cache.num_evictable, placement.cache.clock)
         if circumstances == self._refusal:
             return False
@@ -231,6 +261,7 @@ class Planner:
         self._lease_bytes, self._num_leases = lease_bytes, self._num_leases + 1
         input_len = min(self._config.chunk_size, self._budget, num_known - cached)
         if not request.was_admitted:
+            placement.keep(request)
             request.was_admitted = True
             request.cached_tokens = cached
         row = placement.enter(request, match, cached + input_len)

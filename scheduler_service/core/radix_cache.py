@@ -18,62 +18,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import Int32Array
+from scheduler_service.core.radix_node import Insertion, Match, Node
 
 _NOTHING: Int32Array = np.empty(0, dtype=np.int32)
-
-
-class Node:
-    """A run of tokens and the pages that hold its KV; `depth` is the number of pages from the root to the node's end."""
-
-    __slots__ = ("children", "depth", "last_use", "locks", "namespace", "pages", "parent", "queued", "serial", "tokens")
-
-    def __init__(
-        self, parent: Node | None, tokens: Int32Array, pages: Int32Array, depth: int, serial: int, namespace: str = ""
-    ) -> None:
-        self.parent = parent
-        self.tokens = tokens  # [len(pages) * page_size]
-        self.pages = pages  # [n]
-        self.depth = depth
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        self.last_use = 0
-        self.queued = False  # has its one entry in the heap of leaves
-        self.serial = serial  # settles ties in the heap
-        self.namespace = namespace  # of a root
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A cached prefix: `pages` from logical page 0, `num_evictable` of which nobody has locked; `node` is where it ends."""
-
-    node: Node
-    pages: Int32Array
-    num_evictable: int
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """What publishing came to: the tree's pages for the published run, and which of the caller's were duplicates of those."""
-
-    node: Node
-    canonical: Int32Array
-    inserted: Int32Array
-    duplicates: Int32Array
 
 
 class RadixCache:
     """Prefix tree with locks and LRU eviction. It owns pages but no pool: callers move pages between the two."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
+        self._journal.watch(self._snapshot)
         self.page_size = page_size
         self._serial = 0
-        self.clock = 0
+        self.clock = 0  # never set back: a time is not lived twice
         self._roots: dict[str, Node] = {}
         self.root()
         self._leaves: list[tuple[int, int, Node]] = []
@@ -93,9 +57,11 @@ class RadixCache:
         self._leaves.clear()
         self.num_pages = 0
         # A request that uses no cached page yet still holds its root.
-        self._roots = {namespace: root for namespace, root in self._roots.items() if root.locks or not namespace}
-        for root in self._roots.values():
-            root.children.clear()
+        for namespace, root in list(self._roots.items()):
+            if namespace and not root.locks:
+                self._journal.put(self._roots, namespace, None)
+            for key in list(root.children):
+                self._journal.put(root.children, key, None)
         return np.concatenate(held) if held else _NOTHING
 
     @property
@@ -104,13 +70,15 @@ class RadixCache:
 
     def root(self, namespace: str = "") -> Node:
         """The root of one namespace. Namespaces share no pages."""
-        return self._roots.setdefault(namespace, self._find_root(namespace))
+        root = self._find_root(namespace)
+        self._journal.put(self._roots, namespace, root)
+        return root
 
     def match_prefix(self, tokens: Int32Array, namespace: str = "") -> Match:
         """The longest cached prefix of `tokens`, in whole pages. May split a node; locks nothing and refreshes no age."""
         node, parts, evictable = self._find_root(namespace), [], 0
         position = 0
-        while (child := node.children.get(self._key(tokens, position))) is not None:
+        while (child := node.children.get(self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             if shared < len(child.pages):
                 child = self._split(child, shared)
@@ -127,7 +95,7 @@ class RadixCache:
         was evictable is evictable no longer.
         """
         count, position = 0, 0
-        while (child := node.children.get(self._key(tokens, position))) is not None:
+        while (child := node.children.get(self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             count += shared if child.locks else 0
             position += shared * self.page_size
@@ -154,7 +122,7 @@ class RadixCache:
             raise PageAccountingError(f"{len(pages)} pages of {self.page_size} tokens are published with {len(tokens)} tokens")
         self.clock += 1
         position, index, canonical = 0, 0, []
-        while index < len(pages) and (child := node.children.get(self._key(tokens, position))) is not None:
+        while index < len(pages) and (child := node.children.get(self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             if shared < len(child.pages):
                 child = self._split(child, shared)
@@ -166,7 +134,7 @@ class RadixCache:
         rest = pages[index:].copy()
         if len(rest):
             child = Node(node, tokens[position:].copy(), rest, node.depth + len(rest), self._next_serial())
-            node.children[self._key(tokens, position)] = child
+            self._journal.put(node.children, self.key(tokens, position), child)
             self.num_pages += len(rest)
             canonical.append(rest)
             node = child
@@ -178,12 +146,13 @@ class RadixCache:
         self.clock += 1
         current: Node | None = node
         while current is not None:
+            self._keep(current)
             if current.locks == 0:
                 self.num_locked += len(current.pages)
             current.locks += 1
             current.last_use = self.clock
             if current.parent is None:
-                self._roots.setdefault(current.namespace, current)
+                self._journal.put(self._roots, current.namespace, self._roots.get(current.namespace, current))
             current = current.parent
 
     def unlock(self, node: Node) -> None:
@@ -197,6 +166,7 @@ class RadixCache:
         self.clock += 1
         current: Node | None = node
         while current is not None:
+            self._keep(current)
             current.locks -= 1
             current.last_use = self.clock
             if current.locks == 0:
@@ -222,6 +192,7 @@ class RadixCache:
             if leaf.locks or leaf.children or last_use != leaf.last_use:
                 self._enqueue(leaf)
                 continue
+            self._keep(leaf)
             cut = min(missing, len(leaf.pages))
             keep = len(leaf.pages) - cut
             taken.append(leaf.pages[keep:][::-1])
@@ -262,7 +233,8 @@ class RadixCache:
         root = self._roots.get(namespace)
         return root if root is not None else Node(None, _NOTHING, _NOTHING, 0, self._next_serial(), namespace)
 
-    def _key(self, tokens: Int32Array, position: int) -> bytes:
+    def key(self, tokens: Int32Array, position: int) -> bytes:
+        """How the child that goes on with `tokens[position:]` is found: one page of tokens; nothing where that is cut short."""
         page = tokens[position : position + self.page_size]
         return page.tobytes() if len(page) == self.page_size else b""
 
@@ -280,15 +252,16 @@ class RadixCache:
         assert parent is not None  # a root holds no pages
         upper = Node(parent, node.tokens[:cut], node.pages[:count], parent.depth + count, self._next_serial())
         upper.locks, upper.last_use = node.locks, node.last_use
-        parent.children[self._key(upper.tokens, 0)] = upper
+        self._keep(node)
+        self._journal.put(parent.children, self.key(upper.tokens, 0), upper)
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
-        upper.children[self._key(node.tokens, 0)] = node
+        upper.children[self.key(node.tokens, 0)] = node
         return upper
 
     def _remove(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        del parent.children[self._key(leaf.tokens, 0)]
+        self._journal.put(parent.children, self.key(leaf.tokens, 0), None)
         if parent.parent is None:
             self._drop_root_if_empty(parent)
         else:
@@ -296,9 +269,10 @@ class RadixCache:
 
     def _drop_root_if_empty(self, root: Node) -> None:
         if root.namespace and not root.children and not root.locks:
-            self._roots.pop(root.namespace, None)
+            self._journal.put(self._roots, root.namespace, None)
 
     def _touch(self, node: Node) -> None:
+        self._keep(node)
         node.last_use = self.clock
         self._enqueue(node)
 
@@ -312,3 +286,20 @@ class RadixCache:
     def _next_serial(self) -> int:
         self._serial += 1
         return self._serial
+
+    def _keep(self, node: Node) -> None:
+        if self._journal.is_open:
+            self._journal.note(node.saved())
+
+    def _snapshot(self) -> Restore:
+        num_pages, num_locked = self.num_pages, self.num_locked
+
+        def restore() -> None:
+            self.num_pages, self.num_locked = num_pages, num_locked
+            # What the heap has lost or won is not known: offer every leaf anew.
+            self._leaves.clear()
+            for node in self.nodes():
+                node.queued = False
+                self._enqueue(node)
+
+        return restore

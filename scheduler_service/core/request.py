@@ -10,8 +10,9 @@ import numpy as np
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import BadTokenError, EmptyPromptError, IllegalTransitionError, PromptTooLongError
+from scheduler_service.core.journal import Restore
 from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
-from scheduler_service.core.radix_cache import Node
+from scheduler_service.core.radix_node import Node
 from scheduler_service.core.states import Event, State, transition_of
 
 _INT32_MAX = 2**31 - 1
@@ -140,6 +141,16 @@ class Request:
         if target not in transition_of(self.request_id, self.state, event).targets:
             raise IllegalTransitionError(self.request_id, self.state, f"{event} to {target}")
         self.state = target
+
+    def saved(self) -> Restore:
+        """Puts back what the request is now, except for tokens that were added, whatever has become of it."""
+        values = [(name, getattr(self, name)) for name in Request.__slots__]
+
+        def restore() -> None:
+            for name, value in values:
+                setattr(self, name, value)
+
+        return restore
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state} row={self.row} tokens={len(self.tokens)}/{self.limit_len}>"

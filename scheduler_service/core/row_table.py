@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import BoolArray, Int32Array
 
 
@@ -33,29 +34,44 @@ class RowTable:
         max_pages_per_row: width of a row in pages.
         page_size: tokens in a page.
         keep_sent: keep a copy of what was sent, for the `diff` policy and for audits.
+        journal: hears what is about to be overwritten; None: nothing is ever taken back.
     """
 
-    def __init__(self, max_rows: int, max_pages_per_row: int, page_size: int, *, keep_sent: bool = False) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_pages_per_row: int,
+        page_size: int,
+        *,
+        keep_sent: bool = False,
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal = journal or Journal()
+        self._journal.watch(self._snapshot)
         size = max_rows + 1
         self.max_rows = max_rows
         self.max_pages_per_row = max_pages_per_row
         self.page_size = page_size
         self.pages: Int32Array = np.zeros((size, max_pages_per_row), dtype=np.int32)
         self.sent_pages: Int32Array | None = np.zeros_like(self.pages) if keep_sent else None
-        self.num_pages: Int32Array = np.zeros(size, dtype=np.int32)
-        self.num_tree: Int32Array = np.zeros(size, dtype=np.int32)  # leading entries that the prefix tree owns
-        self.sent_len: Int32Array = np.zeros(size, dtype=np.int32)  # pages sent in this lease
-        self.dirty: BoolArray = np.zeros(size, dtype=np.bool_)  # an entry below sent_len was repointed
-        self.unsent: BoolArray = np.zeros(size, dtype=np.bool_)  # no op of this lease was planned yet
-        self.generation: Int32Array = np.zeros(size, dtype=np.int32)  # leases of the row number so far
-        self.live_generation: Int32Array = np.zeros(size, dtype=np.int32)  # generation while leased, else 0
-        self.num_computed: Int32Array = np.zeros(size, dtype=np.int32)  # tokens computed by ops planned so far
-        self.num_known: Int32Array = np.zeros(size, dtype=np.int32)  # tokens whose ids are known
-        self.limit_len: Int32Array = np.zeros(size, dtype=np.int32)  # the request ends when it knows so many
-        self.num_outstanding: Int32Array = np.zeros(size, dtype=np.int32)  # ops of this lease in flight
-        self.phase: npt.NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        # The columns below are lines of two blocks, each copied in one go.
+        numbers = self._numbers = np.zeros((10, size), dtype=np.int32)
+        flags = self._flags = np.zeros((3, size), dtype=np.uint8)
+        self.num_pages: Int32Array = numbers[0]
+        self.num_tree: Int32Array = numbers[1]  # leading entries that the prefix tree owns
+        self.sent_len: Int32Array = numbers[2]  # pages sent in this lease
+        self.generation: Int32Array = numbers[3]  # leases of the row number so far
+        self.live_generation: Int32Array = numbers[4]  # generation while leased, else 0
+        self.num_computed: Int32Array = numbers[5]  # tokens computed by ops planned so far
+        self.num_known: Int32Array = numbers[6]  # tokens whose ids are known
+        self.limit_len: Int32Array = numbers[7]  # the request ends when it knows so many
+        self.num_outstanding: Int32Array = numbers[8]  # ops of this lease in flight
+        self.num_logprobs: Int32Array = numbers[9]  # -1: the request wants none
+        self.num_logprobs[:] = -1
+        self.phase: npt.NDArray[np.uint8] = flags[0]
+        self.dirty: BoolArray = flags[1].view(np.bool_)  # an entry below sent_len was repointed
+        self.unsent: BoolArray = flags[2].view(np.bool_)  # no op of this lease was planned yet
         self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
-        self.num_logprobs: Int32Array = np.full(size, -1, dtype=np.int32)  # -1: the request wants none
         self.num_asking = 0  # rows whose request wants log probabilities
         self._free = list(range(max_rows, 0, -1))
 
@@ -75,6 +91,7 @@ class RowTable:
         """
         if not self._free:
             raise PageAccountingError("a row was wanted, none is free")
+        self._note_leases()
         if preferred in self._free:
             self._free.remove(preferred)
             row = preferred
@@ -89,6 +106,9 @@ class RowTable:
         """Give a row number back and clear its entries."""
         if not self.live_generation[row]:
             raise PageAccountingError(f"row {row} is given back, but is free already")
+        self._note_leases()
+        self._note_entries(row, 0, int(self.num_pages[row]))
+        self._note_stop_ids(row)
         self.pages[row, : self.num_pages[row]] = 0
         for column in (
             self.num_pages,
@@ -111,6 +131,7 @@ class RowTable:
 
     def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         """Ids that end the row's request."""
+        self._note_stop_ids(row)
         if len(stop_ids) > self.stop_ids.shape[1]:
             wider = np.full((len(self.num_pages), len(stop_ids)), -1, dtype=np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
@@ -119,6 +140,7 @@ class RowTable:
 
     def ask_logprobs(self, row: int, count: int) -> None:
         """The row's request wants the log probability of each token, and those of the `count` most probable ones."""
+        self._note_leases()
         self.num_logprobs[row] = count
         self.num_asking += 1
 
@@ -132,12 +154,15 @@ class RowTable:
         stop = start + len(pages)
         if stop > self.max_pages_per_row:
             raise PageAccountingError(f"row {row} would have {stop} pages, but is {self.max_pages_per_row} wide")
+        self._note_entries(row, start, stop)
         self.pages[row, start:stop] = pages
         self.num_pages[row] = stop
 
     def append_one_each(self, rows: Int32Array, pages: Int32Array) -> None:
         """Grow each of `rows` by one page, vectorised; rows are distinct and not full."""
-        self.pages[rows, self.num_pages[rows]] = pages
+        places = self.num_pages[rows]
+        self._journal.note(lambda: self.pages.__setitem__((rows, places), 0))
+        self.pages[rows, places] = pages
         self.num_pages[rows] += 1
 
     def repoint(self, row: int, start: int, pages: Int32Array) -> None:
@@ -145,6 +170,7 @@ class RowTable:
         stop = start + len(pages)
         if stop > self.num_pages[row]:
             raise PageAccountingError(f"row {row}: entries [{start}, {stop}) are repointed, it has {self.num_pages[row]}")
+        self._note_entries(row, start, stop)
         entries = self.pages[row, start:stop]
         sent = int(self.sent_len[row]) - start
         if sent > 0 and (entries[:sent] != pages[:sent]).any():
@@ -172,6 +198,7 @@ class RowTable:
         """Note that entries [start, num_pages) of each row are in an op."""
         if self.sent_pages is not None:
             for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+                self._note_entries(row, start, int(self.num_pages[row]), self.sent_pages)
                 self.sent_pages[row, start : self.num_pages[row]] = self.pages[row, start : self.num_pages[row]]
         self.sent_len[rows] = self.num_pages[rows]
         self.dirty[rows] = False
@@ -182,3 +209,37 @@ class RowTable:
         for row in np.flatnonzero(self.live_generation).tolist():
             self.end_lease(row)
         self._free = list(range(self.max_rows, 0, -1))
+
+    def _snapshot(self) -> Restore:
+        numbers, flags = self._numbers.copy(), self._flags.copy()
+
+        def restore() -> None:
+            self._numbers[:] = numbers
+            self._flags[:] = flags
+
+        return restore
+
+    def _note_leases(self) -> None:
+        if self._journal.is_open:
+            free, num_asking = list(self._free), self.num_asking
+
+            def restore() -> None:
+                self._free, self.num_asking = free, num_asking
+
+            self._journal.note(restore)
+
+    def _note_stop_ids(self, row: int) -> None:
+        if self._journal.is_open:
+            table, old = self.stop_ids, self.stop_ids[row].copy()
+
+            def restore() -> None:
+                self.stop_ids = table
+                table[row] = old
+
+            self._journal.note(restore)
+
+    def _note_entries(self, row: int, start: int, stop: int, table: Int32Array | None = None) -> None:
+        if self._journal.is_open:
+            entries = (self.pages if table is None else table)[row, start:stop]
+            old = entries.copy()
+            self._journal.note(lambda: entries.__setitem__(slice(None), old))

@@ -8,14 +8,13 @@ It is a plain object driven from outside: no threads, no clock, no I/O. A driver
     while scheduler.has_work:
         op = scheduler.plan()
         scheduler.complete(run_somewhere(op))
-        for request, token in zip(*scheduler.take_outputs().columns):
-            ...
+        outputs = scheduler.take_outputs()
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
@@ -28,15 +27,17 @@ from scheduler_service.core.errors import (
     UnknownRequestError,
 )
 from scheduler_service.core.intake import Outputs, ResultIntake
+from scheduler_service.core.journal import Restore
+from scheduler_service.core.lives import Lives
 from scheduler_service.core.op_builder import build_op
 from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, SamplingParams, StepResult
 from scheduler_service.core.page_pool import PoolStats
-from scheduler_service.core.parameters import check_parameters
+from scheduler_service.core.parameters import check_labels, check_parameters
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice, Planner
 from scheduler_service.core.request import FinishReason, Request, check_prompt, output_limit
-from scheduler_service.core.states import Event, State
-from scheduler_service.core.waiting import RetractedList, WaitingQueue
+from scheduler_service.core.states import State
+from scheduler_service.core.suspects import Suspects
 
 
 class Scheduler:
@@ -52,14 +53,16 @@ class Scheduler:
         self.config = config
         self.session_no = session_no
         self.placement = Placement(config, keep_sent=keep_sent)
-        self.requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._retracted = RetractedList()
-        self._planner = Planner(config, self.placement, self._waiting, self._retracted, self._retract_row)
+        self._lives = Lives(self.placement, self._note_finished)
+        self.requests = self._lives.requests
+        self._waiting, self._retracted = self._lives.waiting, self._lives.retracted
+        self._planner = Planner(config, self.placement, self._waiting, self._retracted, self._lives.retract)
         self._in_flight: deque[ForwardOp] = deque()
-        self._intake = ResultIntake(config, self.placement, self._finish)
+        self._intake = ResultIntake(config, self.placement, self._lives.finish)
+        self.placement.journal.watch(self._snapshot)
+        self._atomically = self.placement.journal.run
+        self._suspects = Suspects()
         self._step = 0
-        self._plan_no = 0
         self._arrivals = 0
 
     # What a driver asks
@@ -86,6 +89,10 @@ class Scheduler:
     def num_retracted(self) -> int:
         return len(self._retracted)
 
+    def queues(self) -> tuple[list[Request], list[Request]]:
+        """Requests that wait for their first admission, and requests that wait to resume; for audits."""
+        return self._waiting.requests(), self._retracted.requests()
+
     @property
     def has_work(self) -> bool:
         """Whether a request is live."""
@@ -103,11 +110,7 @@ class Scheduler:
 
     def rows(self) -> dict[int, tuple[Request, Int32Array]]:
         """Row number → the request that holds it and a copy of its page row."""
-        placement = self.placement
-        return {
-            row: (placement.request_of_row[row], placement.rows.row_pages(row).copy())
-            for row in placement.holder_rows().tolist()
-        }
+        return self.placement.rows_in_use()
 
     def stats(self) -> PoolStats:
         """How the pool is divided at this moment."""
@@ -148,20 +151,20 @@ class Scheduler:
                 nothing was changed.
         """
         check_parameters(request_id, max_tokens, priority, stop_ids, sampling, self.config)
+        check_labels(request_id, cache_namespace, traceparent)
         tokens = check_prompt(request_id, prompt, self.config)
         if request_id in self.requests:
             raise DuplicateRequestError(request_id)
         if self.config.max_waiting and len(self._waiting) >= self.config.max_waiting:
             raise QueueFullError(request_id, self.config.max_waiting)
         limit, limit_reason = output_limit(len(tokens), max_tokens, self.config)
-        self._arrivals += 1
         request = Request(
             request_id,
             tokens,
             max_tokens=max_tokens,
             limit_len=len(tokens) + limit,
             limit_reason=limit_reason,
-            arrival=self._arrivals,
+            arrival=self._arrivals + 1,
             sampling=sampling,
             stop_ids=tuple(int(stop_id) for stop_id in stop_ids),
             priority=priority,
@@ -169,23 +172,23 @@ class Scheduler:
             cache_namespace=cache_namespace,
             traceparent=traceparent,
         )
-        self.requests[request_id] = request
-        self._waiting.push(request)
+        self._atomically(self._lives.begin, request)
+        self._arrivals += 1
         return request
 
     def abort(self, request_id: str) -> None:
         """End a live request; its computed full pages are published. Raises UnknownRequestError."""
-        self._finish(self._live(request_id), FinishReason.ABORT)
+        self._atomically(self._lives.finish, self._live(request_id), FinishReason.ABORT)
 
     def expire(self, request_id: str) -> None:
         """The request's time in the queue is over: end it if it still waits for its first admission."""
         request = self.requests.get(request_id)
         if request is not None and request.state is State.SUBMITTED:
-            self._finish(request, FinishReason.DEADLINE)
+            self._atomically(self._lives.finish, request, FinishReason.DEADLINE)
 
     def fail_request(self, request_id: str, detail: str) -> None:
         """End a live request as failed; nothing of it is published. Raises UnknownRequestError."""
-        self._finish(self._live(request_id), FinishReason.FAILED, detail)
+        self._atomically(self._lives.finish, self._live(request_id), FinishReason.FAILED, detail)
 
     def retract(self, request_id: str) -> None:
         """Take row and pages away from a running request; it resumes by itself, in a later plan than the next.
@@ -196,7 +199,7 @@ class Scheduler:
         request = self._live(request_id)
         if not request.state.holds_row:
             raise NotRunningError(request_id, request.state)
-        self._retract_row(request.row, in_plan=self._plan_no + 1)
+        self._atomically(self._lives.retract, request.row, in_plan=self._lives.plan_no + 1)
 
     def reset_prefix_cache(self, *, force: bool = False) -> int:
         """Empty the prefix cache; returns how many pages that freed. `force` retracts every running request first.
@@ -207,30 +210,37 @@ class Scheduler:
         locked = self.placement.cache.num_locked
         if locked and not force:
             raise CacheInUseError(locked)
-        if force:
-            for row in self.placement.holder_rows().tolist():
-                self._retract_row(row, in_plan=self._plan_no + 1)
-        return self.placement.reset_cache()
+        return self._atomically(self._lives.empty_cache, retract_first=force)
 
     # Steps
 
     def plan(self) -> ForwardOp | None:
         """Choose the next step's rows and return them as an op, which must be sent, or None when there is nothing to send.
 
+        While a request is suspected of making steps fail, it runs alone: see `suspects`.
+
         Raises:
             NoProgressError: nothing is in flight, and no row was planned although a request could run.
         """
-        self._plan_no += 1
-        choice = self._planner.choose(self._plan_no, idle=not self._in_flight)
+        return self._atomically(self._plan)
+
+    def _plan(self) -> ForwardOp | None:
+        lives = self._lives
+        lives.plan_no += 1
+        suspect = self._suspects.first()
+        choice = self._planner.choose(lives.plan_no, idle=not self._in_flight, alone=suspect)
         if choice.is_empty:
-            if not self._in_flight and any(r.retracted_in_plan < self._plan_no for r in self.requests.values()):
-                raise NoProgressError(f"nothing was planned, although these could run: {list(self.requests.values())[:8]}")
+            eligible = list(self.requests.values()) if suspect is None else [suspect]
+            if not self._in_flight and any(request.retracted_in_plan < lives.plan_no for request in eligible):
+                raise NoProgressError(f"nothing was planned, although these could run: {eligible[:8]}")
             return None
         return self._send(choice)
 
     def flush_releases(self) -> ForwardOp | None:
-        """An op without rows that tells the runtime of rows released since the last op, or None when there are none."""
-        return self._send(Choice()) if self.placement.released_rows else None
+        """An op without rows that tells the runtime of rows released since the last op; None: none was, or a suspect runs."""
+        if not self.placement.released_rows or (self._in_flight and self._suspects):
+            return None
+        return self._atomically(self._send, Choice())
 
     def complete(self, result: StepResult) -> None:
         """Take in the result of the oldest op in flight.
@@ -242,6 +252,13 @@ class Scheduler:
         self._in_flight.popleft()
         self._intake.take(op, result, wanted)
 
+    def note_failure(self, op: ForwardOp, rows: Collection[int] = (), *, crashed: bool = False) -> list[Request]:
+        """An op in flight failed: count it, before the `reset` that follows (see `suspects`). Returns whom that ended."""
+        ends = self._suspects.note_failure(op, rows, crashed=crashed)
+        for request in ends:
+            self._lives.finish(request, FinishReason.FAILED, "steps with it fail, also when nothing else is in them")
+        return ends
+
     def reset(self, session_no: int) -> None:
         """The runtime's memory is gone: begin a new session.
 
@@ -251,13 +268,7 @@ class Scheduler:
         self.session_no = session_no
         self._step = 0
         self._in_flight.clear()
-        for request in self._retracted.requests():
-            request.num_outstanding = 0
-        for request in self.placement.drop_all():
-            request.move(Event.RESET, State.RETRACTED)
-            request.num_outstanding = 0
-            request.retracted_in_plan = self._plan_no + 1
-            self._retracted.add(request)
+        self._lives.lose_rows()
 
     def set_token_budget(self, token_budget: int) -> None:
         """Plan steps of at most so many tokens from now on; `config` goes on to say what was configured.
@@ -283,28 +294,19 @@ class Scheduler:
         self._in_flight.append(op)
         return op
 
-    def _finish(self, request: Request, reason: FinishReason, detail: str = "") -> None:
-        before = request.state
-        request.move(Event.FINISH, State.FINISHED)
-        request.finish_reason, request.finish_detail = reason, detail
-        if before is State.SUBMITTED:
-            self._waiting.note_gone()
-        elif before is State.RETRACTED:
-            self._retracted.remove(request)
-        else:
-            placement = self.placement
-            # What a look-ahead step writes for nothing lies beyond the pages before the last token.
-            publish = 0 if reason is FinishReason.FAILED else placement.publishable_pages(request.row)
-            if reason is not FinishReason.ABORT:
-                publish = min(publish, (len(request.tokens) - 1) // self.config.page_size)
-            placement.leave(request.row, publish)
-        del self.requests[request.request_id]
-        self._intake.outputs.finished.append(request)
+    def _note_finished(self, request: Request) -> None:
+        finished = self._intake.outputs.finished
+        num_before = len(finished)
+        self.placement.journal.note(lambda: finished.__delitem__(slice(num_before, None)))
+        finished.append(request)
 
-    def _retract_row(self, row: int, in_plan: int | None = None) -> None:
-        request: Request = self.placement.request_of_row[row]
-        request.move(Event.RETRACT, State.RETRACTED)
-        request.num_retractions += 1
-        request.retracted_in_plan = self._plan_no if in_plan is None else in_plan
-        self.placement.leave(row, self.placement.publishable_pages(row))
-        self._retracted.add(request)
+    def _snapshot(self) -> Restore:
+        step, num_in_flight = self._step, len(self._in_flight)
+
+        def restore() -> None:
+            self._step = step
+            while len(self._in_flight) > num_in_flight:
+                self._in_flight.pop()
+            self._planner.forget()
+
+        return restore

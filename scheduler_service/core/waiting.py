@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from scheduler_service.core.request import Request
 from scheduler_service.core.states import State
@@ -41,6 +42,16 @@ class WaitingQueue:
         """Remove the head, which `head` has just returned."""
         return heapq.heappop(self._heap)[1]
 
+    def refill(self, requests: Iterable[Request]) -> None:
+        """Hold those of `requests` that are submitted, and no others."""
+        self._heap = [(request.order, request) for request in requests if request.state is State.SUBMITTED]
+        heapq.heapify(self._heap)
+        self._num_gone = 0
+
+    def requests(self) -> list[Request]:
+        """All of them, in no particular order; for audits."""
+        return [request for _, request in self._heap if request.state is State.SUBMITTED]
+
     def note_gone(self) -> None:
         """A request in the queue has ended; its state says so already."""
         self._num_gone += 1
@@ -66,6 +77,13 @@ class RetractedList:
     def remove(self, request: Request) -> None:
         """Take out a request that resumes or ends."""
         del self._entries[bisect_left(self._entries, request.order, key=lambda entry: entry[0])]
+
+    def refill(self, requests: Iterable[Request]) -> None:
+        """Hold those of `requests` that are retracted, and no others."""
+        self._entries.clear()
+        for request in requests:
+            if request.state is State.RETRACTED:
+                self.add(request)
 
     def requests(self) -> list[Request]:
         """All of them, first in order first."""

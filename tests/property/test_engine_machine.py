@@ -19,6 +19,7 @@ from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import CacheInUseError, PromptTooLongError
 from scheduler_service.core.invariants import audit, audit_op, audit_writes
 from scheduler_service.core.ops import Cause, ForwardOp, StepResult
+from scheduler_service.core.request import FinishReason
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.in_process_runtime import InProcessRuntime
 
@@ -103,10 +104,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config
         self.scheduler = Scheduler(config, keep_sent=True)
         self.restart_runtimes()
-        self.results: deque[tuple[int, StepResult]] = deque()
+        self.results: deque[tuple[int, StepResult | None]] = deque()  # None: the step fails
         self.expected: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
+        self.failures: dict[str, int] = {}  # failed steps of each request, over its whole life
+        self.bad: set[str] = set()  # requests that make every step fail that they are in
         self.retracted: set[str] = set()
         self.num_steps = 0
 
@@ -122,8 +125,9 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         namespace=st.sampled_from(["", "", "tenant"]),
         stops=st.sampled_from([[], [], list(range(0, VOCAB_SIZE, 5))]),
+        bad=st.sampled_from([False] * 7 + [True]),
     )
-    def submit(self, stops: list[int], namespace: str, **arguments: Any) -> None:
+    def submit(self, stops: list[int], namespace: str, bad: bool, **arguments: Any) -> None:
         name = f"r{len(self.expected)}"
         prompt = arguments.pop("prompt")
         try:
@@ -134,6 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.outputs[name] = []
         self.expected[name] = served_alone(prompt, request.limit_len, stops)
+        if bad:
+            self.bad.add(name)
 
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
@@ -170,6 +176,23 @@ class EngineMachine(RuleBasedStateMachine):
         self.retracted |= set(self.scheduler.requests)
         self.restart_runtimes()
 
+    @precondition(lambda self: self.results)
+    @rule(crashed=st.booleans(), data=st.data())
+    def fail_step(self, crashed: bool, data: st.DataObject) -> None:
+        op = self.scheduler.ops_in_flight()[0]
+        self.fail(data.draw(st.sets(st.sampled_from([0, *op.req_pool_indices.tolist()]), max_size=2)), crashed)
+
+    def fail(self, rows: set[int], crashed: bool) -> None:
+        """The oldest op in flight fails."""
+        ops = self.scheduler.ops_in_flight()
+        for request in ops[0].requests:
+            self.failures[request.request_id] = self.failures.get(request.request_id, 0) + 1
+        for request in self.scheduler.note_failure(ops[0], rows, crashed=crashed):
+            assert ops[0].requests == [request]
+            assert len(ops) == 1
+            assert self.failures[request.request_id] >= (5 if crashed else 3)
+        self.restart_runtime()
+
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -182,7 +205,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.audit()
         if op is None:
             # Only what was retracted since the last plan may have to wait for the next one.
-            assert not idle or set(self.scheduler.requests) <= self.retracted
+            suspect = self.scheduler._suspects.first()
+            waiting = {suspect.request_id} if suspect else set(self.scheduler.requests)
+            assert not idle or waiting <= self.retracted
         else:
             assert audit_op(op) + audit_writes(self.scheduler, op) == []
             self.check_untouched(op, rows_before)
@@ -190,14 +215,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.retracted.clear()
         self.num_steps += 1
         if self.results and self.results[0][0] <= self.num_steps - 1 - self.config.overlap_depth:
-            self.scheduler.complete(self.results.popleft()[1])
+            if (result := self.results.popleft()[1]) is None:
+                self.fail(set(), crashed=False)
+            else:
+                self.scheduler.complete(result)
             self.audit()
         outputs = self.scheduler.take_outputs()
         for request, token in zip(*outputs.columns, strict=True):
             self.outputs[request.request_id].append(token)
         for request in outputs.finished:
             name = request.request_id
-            if name in self.aborted:
+            if request.finish_reason is FinishReason.FAILED:
+                assert self.failures[name] >= 3
+            if name in self.aborted or request.finish_reason is FinishReason.FAILED:
                 assert self.outputs[name] == self.expected[name][: len(self.outputs[name])]
             else:
                 assert self.outputs[name] == self.expected[name]
@@ -212,6 +242,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def run(self, op: ForwardOp) -> None:
         assert int(op.input_lens.sum()) <= self.config.token_budget
+        failed_before = any(result is None for _, result in self.results)
+        if failed_before or any(request.request_id in self.bad for request in op.requests):
+            self.results.append((self.num_steps, None))
+            return
         naive = self.naive.run(op)
         answer = self.runtime.run(op)
         assert isinstance(answer, StepResult), answer
@@ -229,7 +263,8 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        limit = self.num_steps + 200 + 40 * len(self.expected)
+        assert not self.bad & {name for name, tokens in self.outputs.items() if tokens}
+        limit = self.num_steps + 200 + 40 * len(self.expected) * (1 + 3 * len(self.bad))
         while self.scheduler.has_work or self.results:
             assert self.num_steps < limit, f"no progress: {list(self.scheduler.requests.values())}"
             self.step()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_service.core.errors import PageAccountingError
-from scheduler_service.core.radix_cache import Match, RadixCache
+from scheduler_service.core.radix_cache import RadixCache
+from scheduler_service.core.radix_node import Match
 
 TOKENS = st.lists(st.integers(0, 2), max_size=14)
 NAMESPACES = st.sampled_from(["", "tenant"])

@@ -15,7 +15,8 @@ def _ids(*ids: int) -> Int32Array:
 
 
 def _view(rows: RowTable) -> tuple[object, ...]:
-    columns = {name: value.copy().tolist() for name, value in vars(rows).items() if isinstance(value, np.ndarray)}
+    public = {name: value for name, value in vars(rows).items() if not name.startswith("_")}
+    columns = {name: value.copy().tolist() for name, value in public.items() if isinstance(value, np.ndarray)}
     return columns, rows.free_rows()
 
 

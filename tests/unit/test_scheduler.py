@@ -231,7 +231,7 @@ def test_no_progress_is_an_error_not_a_hang(drive: Drive, monkeypatch: pytest.Mo
     """If nothing is in flight and a request could run, an empty plan raises and names the request."""
     driver = drive()
     driver.submit("stuck", [1])
-    monkeypatch.setattr(driver.scheduler._planner, "choose", lambda _, *, idle: Choice())
+    monkeypatch.setattr(driver.scheduler._planner, "choose", lambda _, **__: Choice())
     with pytest.raises(NoProgressError, match="stuck"):
         driver.scheduler.plan()
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scheduler_service.core.ops import Int32Array
-from scheduler_service.core.radix_cache import Insertion, Match, Node, RadixCache
+from scheduler_service.core.radix_cache import RadixCache
+from scheduler_service.core.radix_node import Insertion, Match, Node
 
 
 def _ids(values: Sequence[int]) -> Int32Array:

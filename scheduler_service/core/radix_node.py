@@ -1,0 +1,58 @@
+"""What the prefix tree is made of, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_service.core.journal import Restore
+from scheduler_service.core.ops import Int32Array
+
+
+class Node:
+    """A run of tokens and the pages that hold its KV; `depth` is the number of pages from the root to the node's end."""
+
+    __slots__ = ("children", "depth", "last_use", "locks", "namespace", "pages", "parent", "queued", "serial", "tokens")
+
+    def __init__(
+        self, parent: Node | None, tokens: Int32Array, pages: Int32Array, depth: int, serial: int, namespace: str = ""
+    ) -> None:
+        self.parent = parent
+        self.tokens = tokens  # [len(pages) * page_size]
+        self.pages = pages  # [n]
+        self.depth = depth
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.last_use = 0
+        self.queued = False  # has its one entry in the heap of leaves
+        self.serial = serial  # settles ties in the heap
+        self.namespace = namespace  # of a root
+
+    def saved(self) -> Restore:
+        """Puts back what the node is now, except for its children, whatever has become of it."""
+        parent, tokens, pages, depth = self.parent, self.tokens, self.pages, self.depth
+        locks, last_use = self.locks, self.last_use
+
+        def restore() -> None:
+            self.parent, self.tokens, self.pages, self.depth = parent, tokens, pages, depth
+            self.locks, self.last_use = locks, last_use
+
+        return restore
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cached prefix: `pages` from logical page 0, `num_evictable` of which nobody has locked; `node` is where it ends."""
+
+    node: Node
+    pages: Int32Array
+    num_evictable: int
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """What publishing came to: the tree's pages for the published run, and which of the caller's were duplicates of those."""
+
+    node: Node
+    canonical: Int32Array
+    inserted: Int32Array
+    duplicates: Int32Array
