@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,12 @@ It decides nothing about pages. A scheduler (`pagemirror scheduler --runtime ADD
     python -m runtime_service --model fingerprint
     python -m runtime_service --model models/smollm2-135m-instruct --listen unix:/tmp/pagemirror-runtime.sock
 
+It listens on this machine only, unless it has certificates for mutual TLS, or is told that the network is trusted:
+
+\b
+    python -m runtime_service --listen 0.0.0.0:50061 --tls-cert runtime.pem --tls-key runtime.key --tls-ca ca.pem
+    python -m runtime_service --listen 0.0.0.0:50061 --insecure
+
 When it serves, it prints one line on stdout: `pagemirror runtime ready on ADDRESS (…)`. Logs go to stderr. SIGTERM ends it.
 Every option can also be given as an environment variable: --page-size is {ENV_PREFIX}PAGE_SIZE.
 """
@@ -31,6 +38,12 @@ cli = typer.Typer(add_completion=False, rich_markup_mode=None)
 def runtime(
     listen: Annotated[
         str | None, typer.Option(help=f"Address to serve on: HOST:PORT or unix:/PATH. Default: {DEFAULT_LISTEN}.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate in PEM: serve TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Key of --tls-cert.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Serve only schedulers with a certificate from this authority.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen without TLS where other machines can connect.")
     ] = None,
     model: Annotated[
         str | None,
@@ -69,7 +82,12 @@ def runtime(
     graph_buckets: Annotated[
         str | None, typer.Option(help="Numbers of rows to capture graphs for: 1,2,4,8. Default: steps up to --max-rows.")
     ] = None,
+    rank: Annotated[int | None, typer.Option(help="Place among the runtimes that receive the same ops. Default: 0.")] = None,
+    world_size: Annotated[int | None, typer.Option(help="Runtimes that receive the same ops. Default: 1.")] = None,
     heartbeat_interval_s: Annotated[float | None, typer.Option(help="Seconds between heartbeats. Default: 1.")] = None,
+    keepalive_s: Annotated[
+        float | None, typer.Option(help="Seconds of silence until a scheduler is asked whether it is there. Default: 10.")
+    ] = None,
     grace_s: Annotated[float | None, typer.Option(help="Seconds that calls may take to end at shutdown. Default: 5.")] = None,
     exit_with_parent: Annotated[
         int | None, typer.Option(metavar="PID", help="End when the process PID ends, however it ends.")

@@ -20,6 +20,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pagemirror.unreadable import UnreadableMessages
 from runtime_service.errors import RuntimeServiceError
 from runtime_service.execution import ExecutionThread
 from runtime_service.executors import attach_graphs, create_executor, warm_up_kernels
@@ -37,18 +38,25 @@ log = structlog.get_logger(__name__)
 
 THREAD_JOIN_S = 1.0
 MAX_CONCURRENT_RPCS = 64
+MAX_CONNECTIONS = 64
+MAX_METADATA_BYTES = 16 * 1024
 
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    # What is beyond waits at the peer, or is closed.
+    ("grpc.max_concurrent_streams", MAX_CONCURRENT_RPCS),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    # Of a peer that connects and says nothing.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two runtimes must not share a port, each getting some of the connections.
     ("grpc.so_reuseport", 0),
-    # Notice a peer whose host is gone, and permit a peer to do the same while nothing is said.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # Pings of a peer while nothing is said; our own are the settings'.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
 )
 
 Create = Callable[[RuntimeSettings], tuple[ModelExecutor, Capacity]]
@@ -77,6 +85,8 @@ def load(settings: RuntimeSettings, create: Create = create_executor) -> tuple[S
         max_pages_per_row=capacity.max_pages_per_row,
         max_context=min((limit for limit in (settings.max_context, model.max_context) if limit), default=0),
         heartbeat_interval_s=settings.heartbeat_interval_s,
+        rank=settings.rank,
+        world_size=settings.world_size,
     )
     return runner, facts
 
@@ -107,7 +117,19 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS)
+    # Notice a peer whose host is gone. No ping for keepalive is sent while another one is out that measures the bandwidth, and
+    # gRPC itself gives that one a minute.
+    keepalive_ms = round(settings.keepalive_s * 1000)
+    pings = (
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms // 2),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms * 3 // 2),
+    )
+    server = aio.server(
+        interceptors=[UnreadableMessages()],
+        options=(*SERVER_OPTIONS, *pings),
+        maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
+    )
     servicer = RuntimeServicer(thread)
     servicer.register(server)
     checker = health.aio.HealthServicer()
@@ -118,7 +140,7 @@ async def serve(
     ending = {stopping} if parent is None else {stopping, parent}
     try:
         claim_unix_path(settings.listen)
-        address = bind(server, settings.listen)
+        address = bind(server, settings.listen, settings.tls)
         await _set_health(checker, serving=False)
         await server.start()
         log.info("listening, loading the model", address=address, model=settings.model)
@@ -163,7 +185,9 @@ def configure_logging(settings: RuntimeSettings) -> None:
     if settings.log_format == "json":
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()))
+        # Plain: with rich installed a traceback would show local variables, people's prompts among them, and take seconds.
+        plain = structlog.dev.plain_traceback
+        processors.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),

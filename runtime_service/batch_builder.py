@@ -35,9 +35,10 @@ class BatchBuilder:
         self._ones = torch.ones(size, dtype=torch.int64, device=device)
         self._counts = torch.arange(size + 1, device=device)
 
-    def build(self, op: ForwardOp, last_tokens: torch.Tensor) -> ForwardBatch:
+    def build(self, op: ForwardOp, last_tokens: torch.Tensor, masked: torch.Tensor | None = None) -> ForwardBatch:
         """Make the batch of `op`; `last_tokens` is int64 [max_rows + 1] on the device, the last sampled token of each row.
 
+        `masked`, bool [R] on the device, are rows that must not be used: they get row 0, and slot 0, of the dummy page.
         Decode rows compute `last_tokens[row]`, extend rows their `input_ids`. Positions past the mirror's width get a slot of
         the dummy page 0 and mark their row as clamped: clamping the lookup into the last page instead would overwrite live KV.
         Raises ValueError when `input_ids` or `input_lens` do not fit the rows.
@@ -56,7 +57,7 @@ class BatchBuilder:
             raise ValueError(f"{num_rows - num_extend_rows} decode rows compute {num_tokens - num_extend_tokens} tokens")
 
         if num_extend_rows == 0 and num_rows and self._decode_kernel:
-            return self._build_decode(op, rows, num_computed, last_tokens)
+            return self._build_decode(op, rows, num_computed, last_tokens, masked)
 
         ends = num_computed + input_lens
         width_tokens = mirror.max_pages_per_row * page_size
@@ -81,6 +82,10 @@ class BatchBuilder:
             parts
         )
 
+        out_cache_loc = torch.add(d_offsets, self._entries[d_entries], alpha=page_size)
+        if masked is not None:
+            d_rows = d_rows.masked_fill(masked, 0)
+            out_cache_loc.masked_fill_(masked[d_token_rows], 0)
         if num_extend_rows < num_rows:
             d_ids[num_extend_tokens:] = last_tokens[d_rows[num_extend_rows:]]
         return ForwardBatch(
@@ -94,13 +99,14 @@ class BatchBuilder:
             input_ids=d_ids,
             positions=d_positions,
             token_rows=d_token_rows,
-            out_cache_loc=torch.add(d_offsets, self._entries[d_entries], alpha=page_size),
+            out_cache_loc=out_cache_loc,
             num_extend_rows=num_extend_rows,
             host_rows=op.req_pool_indices,
             host_num_computed=op.num_computed,
             host_input_lens=op.input_lens,
             sample=op.sample,
             clamped=clamped,
+            masked=masked,
         )
 
     def _build_decode(
@@ -109,6 +115,7 @@ class BatchBuilder:
         rows: npt.NDArray[np.int64],
         num_computed: npt.NDArray[np.int64],
         last_tokens: torch.Tensor,
+        masked: torch.Tensor | None,
     ) -> ForwardBatch:
         mirror, num_rows = self._mirror, op.num_rows
         width_tokens = mirror.max_pages_per_row * mirror.page_size
@@ -116,9 +123,13 @@ class BatchBuilder:
         packed[:num_rows], packed[num_rows : 2 * num_rows] = rows, num_computed
         d_rows, d_num_computed = torch.split(self._staging.upload(), num_rows)
         self._lengths.index_copy_(0, d_rows, d_num_computed)  # the op is authoritative
+        if masked is not None:
+            d_rows = d_rows.masked_fill(masked, 0)  # padding, as the kernel takes it
         positions, seq_lens, out_cache_loc = decode_inputs(
             mirror.table, d_rows, self._lengths, mirror.page_size, width_tokens=width_tokens
         )
+        if masked is not None:
+            out_cache_loc.masked_fill_(masked, 0)  # whatever row 0 says
         return ForwardBatch(
             req_to_page=mirror.table,
             page_size=mirror.page_size,
@@ -137,4 +148,5 @@ class BatchBuilder:
             host_input_lens=op.input_lens,
             sample=op.sample,
             clamped=num_computed >= width_tokens,
+            masked=masked,
         )

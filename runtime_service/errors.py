@@ -13,8 +13,16 @@ from __future__ import annotations
 
 from runtime_service.ops import RefusalCode
 
-MAX_DETAIL_LEN = 1024
-"""Longest `Refusal.detail`, in characters."""
+MAX_DETAIL_BYTES = 1024
+"""Longest `Refusal.detail` and longest message of a status, in bytes of UTF-8."""
+MAX_REQUEST_ID_LEN = 256
+"""Longest request id, in characters."""
+
+
+def shorten(text: str, most: int = MAX_DETAIL_BYTES) -> str:
+    """`text`, cut to `most` bytes of UTF-8 with an ellipsis at the end; what UTF-8 cannot say becomes a question mark."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "…"
 
 
 class RuntimeServiceError(Exception):
@@ -52,7 +60,7 @@ class Refusal(RuntimeServiceError):
     """Why an op was not executed, or failed: one `RefusalCode`, the row and request to blame, and a sentence for people.
 
     `row` is 0 and `request_id` empty when none is to blame. `detail` names row, request, value and limit, and is cut to
-    `MAX_DETAIL_LEN` characters. `session_no` and `step` are those of the op.
+    `MAX_DETAIL_BYTES` of UTF-8. `session_no` and `step` are those of the op.
     """
 
     def __init__(
@@ -65,7 +73,7 @@ class Refusal(RuntimeServiceError):
         session_no: int = 0,
         step: int = 0,
     ) -> None:
-        detail = detail if len(detail) <= MAX_DETAIL_LEN else detail[: MAX_DETAIL_LEN - 1] + "…"
+        detail = shorten(detail)
         super().__init__(f"{code.name}: {detail}")
         self.code = code
         self.row = row

@@ -19,7 +19,7 @@ import grpc
 import structlog
 
 from runtime_service import wire
-from runtime_service.errors import Refusal
+from runtime_service.errors import Refusal, shorten
 from runtime_service.execution import ExecutionThread
 from runtime_service.step_runner import PendingStep, StepRunner
 
@@ -27,6 +27,10 @@ log = structlog.get_logger(__name__)
 
 MAX_UNANSWERED_OPS = 16
 """Ops read and not yet answered; a scheduler that keeps to its overlap_depth has at most 3. Beyond, reading pauses."""
+MAX_UNANSWERED_RESETS = 16
+"""Likewise for resets, of which a scheduler has one at a time."""
+WRITE_TIMEOUT_S = 60.0
+"""A scheduler that reads nothing for so long loses its stream, so that another one can be served."""
 
 Write = Callable[[wire.ExecuteResponse], Awaitable[None]]
 
@@ -35,6 +39,7 @@ class EndStream(Exception):
     """Ends a call with a status other than OK."""
 
     def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        detail = shorten(detail)
         super().__init__(f"{code.name}: {detail}")
         self.code = code
         self.detail = detail
@@ -61,7 +66,13 @@ class _LaunchedOp:
 class ExecuteStream:
     """The session(s) of one scheduler on one stream. Lives in the event loop, except for what the execution thread is given."""
 
-    def __init__(self, hello: wire.SchedulerHello, thread: ExecutionThread, runner: StepRunner) -> None:
+    def __init__(
+        self,
+        hello: wire.SchedulerHello,
+        thread: ExecutionThread,
+        runner: StepRunner,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
+    ) -> None:
         self.scheduler_epoch = hello.scheduler_epoch
         self.session_no = hello.session_no
         """Number of the present session; 0 once the stream is over."""
@@ -69,8 +80,11 @@ class ExecuteStream:
         self._overlap_depth = hello.overlap_depth
         self._thread = thread
         self._runner = runner
-        self._outbox: asyncio.Queue[tuple[wire.ExecuteResponse, bool] | None] = asyncio.Queue()
+        # Each answer with the room that it frees when it is written.
+        self._outbox: asyncio.Queue[tuple[wire.ExecuteResponse, asyncio.Semaphore | None] | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_UNANSWERED_OPS)
+        self._reset_room = asyncio.Semaphore(MAX_UNANSWERED_RESETS)
+        self._write_timeout_s = write_timeout_s
         self._beat_queued = False
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -94,7 +108,7 @@ class ExecuteStream:
         tasks: set[asyncio.Future[None]] = {self._over}
         try:
             await self._until_over(self._open())
-            self._outbox.put_nowait((hello, False))
+            self._outbox.put_nowait((hello, None))
             writer = asyncio.create_task(self._write(write))
             tasks |= {writer, asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat(heartbeat_interval_s))}
             while not writer.done():
@@ -139,6 +153,11 @@ class ExecuteStream:
             kind = request.WhichOneof("message")
             if kind == "op":
                 await self._room.acquire()
+            elif kind == "reset":
+                await self._reset_room.acquire()
+            if self.session_no == 0:
+                return  # over, though this task is not cancelled yet; what it reads must not touch a successor's session
+            if kind == "op":
                 self._submit_op(request.op)
             elif kind == "reset":
                 self._submit_reset(request.reset.session_no)
@@ -152,7 +171,7 @@ class ExecuteStream:
     def _submit_op(self, message: wire.ForwardOpMessage) -> None:
         launch = partial(self._launch_op, message, self.session_no)
         future = self._thread.call_in_halves(launch, self._overlap_depth + 1)
-        future.add_done_callback(partial(self._answer, frees_room=True))
+        future.add_done_callback(partial(self._answer, frees=self._room))
 
     def _submit_reset(self, session_no: int) -> None:
         if session_no <= self.session_no:
@@ -161,7 +180,7 @@ class ExecuteStream:
         self.session_no = session_no
         self.last_step = 0
         future = self._thread.call(partial(self._run_reset, session_no))
-        future.add_done_callback(partial(self._answer, frees_room=False))
+        future.add_done_callback(partial(self._answer, frees=self._reset_room))
 
     # -- in the execution thread
 
@@ -195,7 +214,7 @@ class ExecuteStream:
 
     # -- writing
 
-    def _answer(self, future: asyncio.Future[wire.ExecuteResponse | None], *, frees_room: bool) -> None:
+    def _answer(self, future: asyncio.Future[wire.ExecuteResponse | None], *, frees: asyncio.Semaphore) -> None:
         if future.cancelled():
             return
         error = future.exception()
@@ -205,23 +224,31 @@ class ExecuteStream:
             return
         response = future.result()
         if response is not None:
-            self._outbox.put_nowait((response, frees_room))
-        elif frees_room:
-            self._room.release()
+            self._outbox.put_nowait((response, frees))
+        else:
+            frees.release()
 
     async def _write(self, write: Write) -> None:
         while (entry := await self._outbox.get()) is not None:
-            response, frees_room = entry
+            response, frees = entry
             await write(response)
-            if frees_room:
-                self._room.release()
+            if frees is not None:
+                frees.release()
             elif response.HasField("heartbeat"):
                 self._beat_queued = False
 
     async def _beat(self, interval_s: float) -> None:
+        num_unread = 0
         while True:
             await asyncio.sleep(interval_s)
             # At most one waits to be written, so that a peer that does not read cannot make the queue grow.
-            if not self._beat_queued:
+            if self._beat_queued:
+                # Beats are counted, not seconds: a time in which this process was stopped is not the peer's fault.
+                num_unread += 1
+                if num_unread * interval_s > self._write_timeout_s:
+                    detail = f"the scheduler has read nothing for {self._write_timeout_s:g} s"
+                    raise EndStream(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
+            else:
+                num_unread = 0
                 self._beat_queued = True
-                self._outbox.put_nowait((wire.heartbeat_to_proto(self.last_step), False))
+                self._outbox.put_nowait((wire.heartbeat_to_proto(self.last_step), None))

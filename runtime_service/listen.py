@@ -11,6 +11,7 @@ from pathlib import Path
 from grpc import aio
 
 from runtime_service.errors import AddressInUseError
+from runtime_service.tls import TlsFiles
 
 UNIX_PREFIX = "unix:"
 PROBE_TIMEOUT_S = 1.0
@@ -41,14 +42,21 @@ def claim_unix_path(listen: str) -> None:
     raise AddressInUseError(listen, "another process serves this socket")
 
 
-def bind(server: aio.Server, listen: str) -> str:
-    """Bind the server; returns the address with the port that was really taken. Raises AddressInUseError."""
+def bind(server: aio.Server, listen: str, tls: TlsFiles | None = None) -> str:
+    """Bind the server; returns the address with the port that was really taken.
+
+    Raises AddressInUseError, and SettingError for certificates that cannot be used.
+    """
     if listen.startswith(UNIX_PREFIX):
         folder = Path(listen.removeprefix(UNIX_PREFIX)).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise AddressInUseError(listen, f"{folder} is no folder that this process may write to")
+    credentials = None if tls is None else tls.credentials()
     try:
-        port = server.add_insecure_port(listen)
+        if credentials is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise AddressInUseError(listen, _reason(error)) from None
     if port == 0:  # what some versions return instead of raising

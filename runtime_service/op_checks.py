@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from runtime_service.ops import ForwardOp, LeaseStart, RefusalCode
+from runtime_service.ops import BoolArray, ForwardOp, LeaseStart, RefusalCode
 from runtime_service.sampling_checks import greedy_only_error, sampling_error
 
 Int64Array = npt.NDArray[np.int64]
@@ -70,6 +70,8 @@ def check_columns(op: ForwardOp, limits: Limits) -> None:
             raise Fault(
                 RefusalCode.ROW_OUT_OF_RANGE, max(row, 0), f"{name} holds {row}, row numbers are in [1, {limits.max_rows}]"
             )
+    if len(op.row_digests) not in {0, num_rows}:
+        raise Fault(RefusalCode.MALFORMED, 0, f"row_digests has {len(op.row_digests)} entries, the op {num_rows} rows")
     if num_rows > limits.max_rows:  # more rows than row numbers: one of them comes twice
         numbers, counts = np.unique(op.req_pool_indices, return_counts=True)
         raise Fault(RefusalCode.ROW_REPEATED, int(numbers[counts > 1][0]), "the op names this row twice")
@@ -161,6 +163,30 @@ def check_lease_starts(op: ForwardOp, limits: Limits) -> dict[int, str]:
         if lease.history or lease.sampling.has_penalty:
             _check_history(op, lease, limits)
     return started
+
+
+def check_verify_rows(op: ForwardOp, limits: Limits, live: BoolArray) -> None:
+    """Raise a `Fault` unless `verify_rows` are different rows that the op does not name and that have a lease after it.
+
+    `live` [max_rows + 1] says which rows have one before it. Row numbers of the op's other columns were checked.
+    """
+    rows, digests = op.verify_rows, op.verify_digests
+    if len(rows) != len(digests):
+        raise Fault(RefusalCode.MALFORMED, 0, f"verify_rows has {len(rows)} entries, verify_digests {len(digests)}")
+    if not len(rows):
+        return
+    outside = rows[(rows < 1) | (rows > limits.max_rows)]
+    if len(outside):
+        row, allowed = int(outside[0]), f"row numbers are in [1, {limits.max_rows}]"
+        raise Fault(RefusalCode.ROW_OUT_OF_RANGE, max(row, 0), f"verify_rows holds {row}, {allowed}")
+    named = np.bincount(op.req_pool_indices, minlength=limits.max_rows + 1)
+    named += np.bincount(rows, minlength=limits.max_rows + 1)
+    repeated = rows[named[rows] > 1]
+    if len(repeated):
+        raise Fault(RefusalCode.ROW_REPEATED, int(repeated[0]), "verify_rows holds it, and the op names it once more")
+    without = rows[~live[rows] | np.isin(rows, op.released_rows)]
+    if len(without):
+        raise Fault(RefusalCode.LEASE_NOT_STARTED, int(without[0]), "verify_rows holds it, but it has no lease")
 
 
 def _check_history(op: ForwardOp, lease: LeaseStart, limits: Limits) -> None:

@@ -15,9 +15,14 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
+UInt64Array = npt.NDArray[np.uint64]
 
 NO_TOKEN = -1
 """Entry of `StepResult.tokens` for a row that sampled nothing."""
+
+
+NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+NO_DIGESTS: UInt64Array = np.empty(0, dtype=np.uint64)
 
 
 class RowStatus(IntEnum):
@@ -110,10 +115,19 @@ class ForwardOp:
     sample: BoolArray  # [R]
     released_rows: Int32Array
     lease_starts: list[LeaseStart] = field(default_factory=list)
+    # Verification: what each row's digest must be after the op, [R] or empty; then other rows, and theirs.
+    row_digests: UInt64Array = field(default_factory=lambda: NO_DIGESTS)
+    verify_rows: Int32Array = field(default_factory=lambda: NO_ROWS)
+    verify_digests: UInt64Array = field(default_factory=lambda: NO_DIGESTS)
 
     @property
     def num_rows(self) -> int:
         return len(self.req_pool_indices)
+
+    @property
+    def num_digests(self) -> int:
+        """Entries of the result's `digests`."""
+        return len(self.row_digests) + len(self.verify_rows)
 
 
 @dataclass(slots=True)
@@ -127,3 +141,6 @@ class StepResult:
     logprobs: Float32Array | None = None  # [R], not-a-number where the row did not ask; None: no row asked
     top_tokens: Int32Array | None = None  # [R, K], NO_TOKEN beyond what a row asked for
     top_logprobs: Float32Array | None = None  # [R, K], not-a-number beyond what a row asked for
+    digests: UInt64Array = field(
+        default_factory=lambda: NO_DIGESTS
+    )  # the mirror's, for `row_digests` and then for `verify_rows` of the op

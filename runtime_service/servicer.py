@@ -22,6 +22,8 @@ from runtime_service.wire import RuntimeFacts
 log = structlog.get_logger(__name__)
 
 SERVICE_NAME = runtime_pb2.DESCRIPTOR.services_by_name["RuntimeService"].full_name
+MAX_CONCURRENT_READS = 4
+"""`ReadRows` calls that may run or wait at a time: each takes a turn between two ops."""
 HELLO_TIMEOUT_S = 10.0
 """How long a stream may stay without its hello."""
 
@@ -36,6 +38,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
         self._ready: asyncio.Future[tuple[StepRunner, RuntimeFacts]] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._stream: ExecuteStream | None = None
+        self._num_reads = 0
 
     def register(self, server: aio.Server) -> None:
         """Add this service to a server."""
@@ -125,10 +128,22 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
         if rows is not None and len(rows) > facts.max_rows:
             detail = f"{len(rows)} row numbers were asked for, this runtime has {facts.max_rows} rows"
             raise EndStream(grpc.StatusCode.INVALID_ARGUMENT, detail)
+        if self._num_reads >= MAX_CONCURRENT_READS:
+            detail = f"{MAX_CONCURRENT_READS} readings of rows are going on, which is the limit; try again later"
+            raise EndStream(grpc.StatusCode.RESOURCE_EXHAUSTED, detail)
+        self._num_reads += 1
+        reading = self._thread.call(lambda: runner.read_rows(rows))
+        # It takes its turn, and counts, also when the caller has gone.
+        reading.add_done_callback(self._note_read)
         try:
-            return await self._thread.call(lambda: runner.read_rows(rows))
+            return await asyncio.shield(reading)
         except IndexError as error:
             raise EndStream(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+
+    def _note_read(self, reading: asyncio.Future[RowsSnapshot]) -> None:
+        self._num_reads -= 1
+        if not reading.cancelled():
+            reading.exception()  # looked at: nobody else may be there to do it
 
     @staticmethod
     async def _read_hello(requests: AsyncIterator[runtime_pb2.ExecuteRequest]) -> runtime_pb2.SchedulerHello:

@@ -29,6 +29,7 @@ from runtime_service.op_checks import (
     check_lease_starts,
     check_pages,
     check_tokens,
+    check_verify_rows,
     entry_rows,
 )
 from runtime_service.ops import ForwardOp, RefusalCode, StepResult
@@ -242,6 +243,7 @@ class SessionState:
         if len(owners) and not self.lenient:
             self._check_held(op, owners)
         check_tokens(op, limits)
+        check_verify_rows(op, limits, self._view.live)
         started = check_lease_starts(op, limits)
         if not self.lenient and (started or new.any()):
             self._check_started(op.req_pool_indices[new].tolist(), started)

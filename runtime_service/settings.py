@@ -6,6 +6,7 @@ before torch is loaded.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from runtime_service.errors import SettingsError
+from runtime_service.tls import TlsFiles
 
 ENV_PREFIX = "PAGEMIRROR_RUNTIME_"
 DEFAULT_LISTEN = "127.0.0.1:50061"
@@ -32,6 +34,13 @@ class RuntimeSettings(BaseSettings):
 
     listen: str = DEFAULT_LISTEN
     """`host:port` (port 0: any free one), `[ipv6]:port` or `unix:/path`."""
+    tls_cert: Path | None = None
+    """The certificate shown to schedulers, in PEM; with its chain, if it has one."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    """Schedulers must show a certificate that descends from one in this file. None: they need none."""
+    insecure: bool = False
+    """Listen without TLS where other machines can connect."""
     model: Annotated[str, Field(min_length=1)] = "fingerprint"
     """`fingerprint`, `tiny`, or the path of a Hugging Face directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -56,7 +65,13 @@ class RuntimeSettings(BaseSettings):
     """Run decode steps as CUDA graphs where the model can."""
     graph_buckets: Annotated[tuple[int, ...] | None, NoDecode] = None
     """Numbers of rows that graphs are captured for, ascending; a step takes the next larger one. None: `default_buckets`."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """This runtime's place among those that receive the same ops."""
+    world_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    """How many runtimes receive the same ops; 1: this one knows of no others."""
     heartbeat_interval_s: Annotated[float, Field(ge=0.01, le=60)] = 1.0
+    keepalive_s: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0
+    """A scheduler that is silent for so long is asked whether it is there, and has half as long to answer."""
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long calls may take to end at shutdown, in seconds."""
     exit_with_parent: Annotated[int, Field(ge=1)] | None = None
@@ -66,6 +81,10 @@ class RuntimeSettings(BaseSettings):
     zero-fill. Never for real use."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        return None if self.tls_cert is None or self.tls_key is None else TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
 
     @property
     def model_path(self) -> Path:
@@ -105,14 +124,36 @@ class RuntimeSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> RuntimeSettings:
+        if self.rank >= self.world_size:
+            raise ValueError(f"--rank {self.rank} is not below --world-size {self.world_size}; ranks count from 0")
         width = self.max_pages_per_row
         if width is not None and width * self.page_size > MAX_INT32:
             raise ValueError(
                 f"--max-pages-per-row {width} times --page-size {self.page_size} is above {MAX_INT32}, the last token position"
             )
+        if (self.tls_cert is None) is not (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-ca needs --tls-cert and --tls-key: it is for checking schedulers over TLS")
+        if not (self.insecure or self.tls_ca is not None or is_local(self.listen)):
+            raise ValueError(
+                f"--listen {self.listen} can be reached from other machines, and without mutual TLS any of them could drive"
+                " this runtime; give --tls-cert, --tls-key and --tls-ca, listen on 127.0.0.1 or unix:/PATH, or say --insecure"
+            )
         if self.graph_buckets is not None and self.graph_buckets[-1] > self.max_rows:
             raise ValueError(f"--graph-buckets has {self.graph_buckets[-1]}, above --max-rows {self.max_rows}")
         return self
+
+
+def is_local(listen: str) -> bool:
+    """Whether only this machine can reach an address: a unix socket, or a loopback host with a port."""
+    if listen.startswith("unix:"):
+        return True
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_settings(**given: object) -> RuntimeSettings:

@@ -1,6 +1,7 @@
 """One step, start to end, in the one order that lets a page be granted again at once.
 
-Check, mirror, batch, model, feedback, result: nothing that reads or writes rows, KV or last tokens runs outside of it.
+Check, mirror, batch, model, feedback, result: nothing that reads or writes rows, KV or last tokens runs outside of it. Where
+the op asks for digests of rows, they are computed between mirror and batch (`row_digests`).
 
 A step has two halves. `launch` checks the op and queues all its work on the compute stream, the feedback of its tokens to the
 next step included; `collect` waits for the tokens and makes the result, from what the op itself says of its rows. Several steps
@@ -28,6 +29,7 @@ from runtime_service.forward_batch import ForwardBatch
 from runtime_service.op_checks import Int64Array
 from runtime_service.ops import NO_TOKEN, BoolArray, ForwardOp, Int32Array, RefusalCode, RowStatus, StepResult
 from runtime_service.req_to_page import ReqToPage
+from runtime_service.row_digests import PendingDigests, RowDigests
 from runtime_service.session import SessionState
 from runtime_service.staging import StagingRing
 
@@ -50,11 +52,14 @@ class RowsSnapshot:
 class PendingStep:
     """A step that was launched: its op, what the model owes, and its answer once that is known."""
 
-    def __init__(self, op: ForwardOp, outcome: PendingResult | None, clamped: BoolArray) -> None:
+    def __init__(
+        self, op: ForwardOp, outcome: PendingResult | None, clamped: BoolArray, digests: PendingDigests | None = None
+    ) -> None:
         self.op = op
         self.answer: StepResult | Refusal | None = None
         self._outcome = outcome
         self._clamped = clamped
+        self._digests = digests
         self._result: StepResult | None = None
 
     @classmethod
@@ -69,13 +74,13 @@ class PendingStep:
         if self._outcome is None:
             return True
         try:
-            return self._outcome.ready()
+            return self._outcome.ready() and (self._digests is None or self._digests.ready())
         except Exception:  # what it failed with is for `collect` to say
             return True
 
     def drop(self) -> None:
         """Nobody wants the answer any more."""
-        self._outcome = None
+        self._outcome = self._digests = None
 
     def wait(self) -> StepResult:
         """The result, from the op's own columns; raises what the step failed with."""
@@ -90,7 +95,17 @@ class PendingStep:
             row_status = np.where(self._clamped, RowStatus.CLAMPED, result.row_status).astype(np.uint8, copy=False)
             logprob_columns = (result.logprobs, result.top_tokens, result.top_logprobs)
             self._result = StepResult(op.session_no, op.step, tokens, row_status, *logprob_columns)
+            if self._digests is not None:
+                self._add_digests(self._result, self._digests)
         return self._result
+
+    def _add_digests(self, result: StepResult, digests: PendingDigests) -> None:
+        result.digests, masked = digests.wait()
+        if masked.any():
+            result.tokens[masked] = NO_TOKEN
+            result.row_status[masked] = RowStatus.OK  # nothing was computed that could be wrong
+            rows = self.op.req_pool_indices[masked].tolist()
+            log.warning("rows_masked", reason="their digests differ", session_no=result.session_no, step=result.step, rows=rows)
 
 
 _NOTHING = ExecutionResult(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8))
@@ -105,6 +120,7 @@ class StepRunner:
         self.executor = executor
         device = mirror.table.device
         self._builder = BatchBuilder(mirror, device)
+        self._digests = RowDigests(mirror)
         # Feedback for decode rows. Row 0 is the padding sink; a row without a token so far feeds token 0.
         self._last_tokens = torch.zeros(session.limits.max_rows + 1, dtype=torch.int64, device=device)
         self._new_rows = StagingRing(device, torch.int64, capacity=session.limits.max_rows)
@@ -211,11 +227,12 @@ class StepRunner:
             new_rows = self._new_rows.begin(len(op.lease_starts))
             new_rows[:] = [lease.req_pool_index for lease in op.lease_starts]
             self._last_tokens.index_fill_(0, self._new_rows.upload(), 0)
+        digests = self._digests.start(op) if op.num_digests else None
         if op.num_rows == 0:
-            return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_))
-        batch = self._builder.build(op, self._last_tokens)
+            return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_), digests)
+        batch = self._builder.build(op, self._last_tokens, None if digests is None else digests.masked)
         outcome = executor.execute(batch)
-        step = PendingStep(op, outcome, batch.clamped)
+        step = PendingStep(op, outcome, batch.clamped, digests)
         if outcome.device_tokens is not None:
             self._feed_back_on_device(batch, outcome.device_tokens)
         else:
@@ -265,6 +282,8 @@ class StepRunner:
         """`last_tokens[row] = token` for the rows that sampled, without asking the device which these are."""
         if tokens.shape != batch.rows.shape:
             raise RuntimeError(f"the model answered {len(tokens)} rows of {batch.num_rows}")
+        if batch.masked is not None:
+            tokens = tokens.masked_fill(batch.masked, NO_TOKEN)
         kept = torch.where(tokens >= 0, tokens, self._last_tokens[batch.rows])
         self._last_tokens.index_copy_(0, batch.rows, kept)
 

@@ -13,9 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemirror.v1 import forward_pb2, runtime_pb2
-from runtime_service.errors import Refusal
+from runtime_service.errors import MAX_REQUEST_ID_LEN, Refusal
 from runtime_service.executors.base import ModelInfo
-from runtime_service.ops import BoolArray, ForwardOp, Int32Array, LeaseStart, RefusalCode, SamplingParams, StepResult
+from runtime_service.ops import (
+    NO_DIGESTS,
+    NO_ROWS,
+    BoolArray,
+    ForwardOp,
+    Int32Array,
+    LeaseStart,
+    RefusalCode,
+    SamplingParams,
+    StepResult,
+    UInt64Array,
+)
+from runtime_service.sampling_checks import MAX_BIAS_ENTRIES
 from runtime_service.step_runner import RowsSnapshot
 
 ExecuteRequest = runtime_pb2.ExecuteRequest
@@ -25,10 +37,12 @@ ForwardOpMessage = forward_pb2.ForwardOp
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_STOP_IDS = 4096
+"""Of one lease; a client may name 1,024, and the model has its own."""
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
-_EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
+_UINT64 = np.dtype("<u8")
 _EMPTY_BOOL: BoolArray = np.empty(0, dtype=np.bool_)
 _BIG_ENDIAN_HOST = sys.byteorder == "big"
 
@@ -56,11 +70,21 @@ class RuntimeFacts:
 def int32_column(data: bytes, name: str) -> Int32Array:
     """View a column of little-endian int32; raises MalformedColumnError when the bytes are no whole number of entries."""
     if not data:
-        return _EMPTY_INT32
+        return NO_ROWS
     if len(data) % 4:
         raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 4")
     column = np.frombuffer(data, dtype=_INT32)
     return column.astype(np.int32) if _BIG_ENDIAN_HOST else column
+
+
+def uint64_column(data: bytes, name: str) -> UInt64Array:
+    """View a column of little-endian uint64; raises MalformedColumnError when the bytes are no whole number of entries."""
+    if not data:
+        return NO_DIGESTS
+    if len(data) % 8:
+        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 8")
+    column = np.frombuffer(data, dtype=_UINT64)
+    return column.astype(np.uint64) if _BIG_ENDIAN_HOST else column
 
 
 def bool_column(data: bytes, name: str) -> BoolArray:
@@ -79,8 +103,14 @@ def to_bytes(column: npt.NDArray[Any], dtype: np.dtype[Any] = _INT32) -> bytes:
 
 
 def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
-    """Read an op; its arrays view the message's bytes. Raises Refusal: MALFORMED, or BAD_SAMPLING for a missing seed."""
+    """Read an op; its arrays view the message's bytes.
+
+    Raises Refusal: MALFORMED, or BAD_SAMPLING for a missing seed or too many entries of logit_bias.
+    """
     try:
+        # Known before any of them is looked at; there may be millions.
+        if (num_starts := len(message.lease_starts)) > (num_rows := len(message.req_pool_indices) // 4):
+            raise Refusal(RefusalCode.MALFORMED, detail=f"{num_starts} lease starts for {num_rows} rows")
         return ForwardOp(
             session_no=message.session_no,
             step=message.step,
@@ -98,20 +128,31 @@ def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
             sample=bool_column(message.sample, "sample"),
             released_rows=int32_column(message.released_rows, "released_rows"),
             lease_starts=[_lease_start_from_proto(lease) for lease in message.lease_starts],
+            row_digests=uint64_column(message.row_digests, "row_digests"),
+            verify_rows=int32_column(message.verify_rows, "verify_rows"),
+            verify_digests=uint64_column(message.verify_digests, "verify_digests"),
         )
     except MalformedColumnError as error:
-        refusal = Refusal(RefusalCode.MALFORMED, detail=str(error))
+        code, row, request_id, detail = RefusalCode.MALFORMED, 0, "", str(error)
     except Refusal as fault:
-        refusal = fault
-    refusal.session_no, refusal.step = message.session_no, message.step
-    raise refusal
+        code, row, request_id, detail = fault.code, fault.row, fault.request_id, fault.detail
+    # A new one, outside of the handlers: one that this frame held would keep frame and message until the next collection.
+    raise Refusal(code, row, request_id, detail, session_no=message.session_no, step=message.step)
 
 
 def _lease_start_from_proto(message: forward_pb2.LeaseStart) -> LeaseStart:
-    sampling = message.sampling
+    sampling, row, request_id = message.sampling, message.req_pool_index, message.request_id
+    if len(request_id) > MAX_REQUEST_ID_LEN:
+        detail = f"row {row}: a request id of {len(request_id)} characters, at most {MAX_REQUEST_ID_LEN} are allowed"
+        raise Refusal(RefusalCode.MALFORMED, row, detail=detail)
+    if (num_ids := len(message.stop_ids) // 4) > MAX_STOP_IDS:
+        detail = f"row {row} of request {request_id!r}: {num_ids} stop ids, at most {MAX_STOP_IDS} are allowed"
+        raise Refusal(RefusalCode.MALFORMED, row, request_id, detail)
+    if (num_entries := len(sampling.logit_bias)) > MAX_BIAS_ENTRIES:
+        detail = f"row {row} of request {request_id!r}: logit_bias has {num_entries} entries, {MAX_BIAS_ENTRIES} are the most"
+        raise Refusal(RefusalCode.BAD_SAMPLING, row, request_id, detail)
     # A seed made up here would differ between runtimes and resumes, so a random draw without one is refused.
     if sampling.temperature != 0 and not sampling.HasField("seed"):
-        row, request_id = message.req_pool_index, message.request_id
         detail = f"row {row} of request {request_id!r}: temperature {sampling.temperature:g} without a seed"
         raise Refusal(RefusalCode.BAD_SAMPLING, row, request_id, detail)
     return LeaseStart(
@@ -151,6 +192,8 @@ def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
             message.num_top = result.top_tokens.shape[1]
             message.top_tokens = to_bytes(result.top_tokens)
             message.top_logprobs = to_bytes(result.top_logprobs, _FLOAT32)
+    if len(result.digests):
+        message.digests = to_bytes(result.digests, _UINT64)
     if result.row_status.any():
         message.row_status = to_bytes(result.row_status, np.dtype(np.uint8))
     return runtime_pb2.ExecuteResponse(result=message)

@@ -40,12 +40,13 @@ def create_executor(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]
 
 
 def warm_up_kernels(executor: ModelExecutor, mirror: ReqToPage) -> None:
-    """Compile what the first steps over `mirror` would otherwise wait for, where a model uses the Triton kernels."""
+    """Compile what the first steps over `mirror` would otherwise wait for, where Triton kernels are used."""
     if mirror.table.device.type != "cuda":
         return
     from runtime_service.executors.transformer import TransformerExecutor
     from runtime_service.kernels import warm_up
 
+    warm_up.warm_up_mirror_kernels(mirror.table)
     if isinstance(executor, TransformerExecutor) and executor.decoder.attention_backend == "triton":
         warm_up.warm_up_kernels(executor.cache.layers[0], mirror.table, executor.decoder.config.num_heads)
 

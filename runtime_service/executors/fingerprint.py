@@ -100,11 +100,20 @@ class FingerprintExecutor:
         self._hashes.fill_(int(_POISON_HASH.astype(np.int64)))
 
     def execute(self, batch: ForwardBatch) -> ExecutionResult:
-        """Write the step's tokens into their cells, then read every row whole and compute its next token."""
-        num_rows = batch.num_rows
+        """Write the step's tokens into their cells, then read every row whole and compute its next token.
+
+        Of masked rows nothing is read or written.
+        """
         status = np.where(batch.clamped, np.uint8(RowStatus.CLAMPED), np.uint8(RowStatus.OK))
-        if num_rows == 0:
-            return ExecutionResult(np.empty(0, dtype=np.int32), status)
+        if batch.masked is None or not (masked := _host(batch.masked)).any():
+            return ExecutionResult(self._compute(batch), status)
+        tokens: Int32Array = np.full(batch.num_rows, NO_TOKEN, dtype=np.int32)
+        tokens[~masked] = self._compute(batch.select(np.flatnonzero(~masked)))
+        return ExecutionResult(tokens, status)
+
+    def _compute(self, batch: ForwardBatch) -> Int32Array:
+        if batch.num_rows == 0:
+            return np.empty(0, dtype=np.int32)
         rows = batch.host_rows
         seq_lens = _host(batch.seq_lens)
         num_row_pages = -(-seq_lens // self._page_size)
@@ -112,8 +121,7 @@ class FingerprintExecutor:
         self._adopt_prefixes(batch)
         self._write(batch)
         sums = self._read(batch, seq_lens, num_row_pages)
-        tokens = np.where(batch.sample & ~batch.clamped, sums, NO_TOKEN)
-        return ExecutionResult(tokens.astype(np.int32), status)
+        return np.where(batch.sample & ~batch.clamped, sums, NO_TOKEN).astype(np.int32)
 
     def _reserve(self, num_rows: int, num_pages: int) -> None:
         """Make room for that many rows and pages per row; doubles, so that growth is rare."""

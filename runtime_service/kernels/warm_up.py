@@ -7,7 +7,19 @@ import torch
 from runtime_service.kernels.decode_attention import MIN_SPLIT, paged_decode_attention
 from runtime_service.kernels.decode_inputs import decode_inputs
 from runtime_service.kernels.kv_write import kv_write
+from runtime_service.kernels.mirror_apply import mirror_apply
 from runtime_service.kernels.prefill_attention import paged_prefill_attention
+from runtime_service.kernels.row_digest import row_digest
+
+
+def warm_up_mirror_kernels(req_to_page: torch.Tensor) -> None:
+    """Run the kernels that keep and check the mirror, int32 [max_rows + 1, width], on its padding row, which stays empty."""
+    device = req_to_page.device
+    # Row 0: no page is copied, and its first entry is cleared.
+    meta = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.int32)
+    mirror_apply(req_to_page, meta.to(device), 1, 1)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    row_digest(req_to_page, zero, zero, zero)
 
 
 def warm_up_kernels(layer_cache: torch.Tensor, req_to_page: torch.Tensor, num_heads: int, *, queries_per_row: int = 1) -> None:

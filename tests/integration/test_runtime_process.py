@@ -58,17 +58,12 @@ async def first_line(process: asyncio.subprocess.Process) -> str:
 
 
 async def test_process_life(spawn: Spawn) -> None:
-    """One readiness line, service, exit 1 for a second one on its port, and exit 0 on SIGTERM after UNAVAILABLE."""
+    """One readiness line, service, and exit 0 on SIGTERM after UNAVAILABLE."""
     process = await spawn(*RUNTIME, "--listen", "127.0.0.1:0", "--page-size", "4", "--max-rows", "3")
     line = await first_line(process)
     address = line.split()[4]
     facts = "(model fingerprint, device cpu, dtype int32, page_size 4, num_pages 4096, max_rows 3)"
     assert line == f"pagemirror runtime ready on {address} {facts}\n"
-    second = await spawn(*RUNTIME, "--listen", address)
-    _, errors = await within(second.communicate())
-    assert second.returncode == 1
-    assert f"error: cannot listen on {address}: address already in use" in errors.decode()
-    assert "Traceback" not in errors.decode()
     async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         call = runtime_pb2_grpc.RuntimeServiceStub(channel).Execute()
         hello = runtime_pb2.SchedulerHello(protocol_version=1, scheduler_epoch=1, session_no=1)

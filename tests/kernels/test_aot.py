@@ -25,40 +25,6 @@ compiled = triton.compile(source, target=GPUTarget(backend, int(arch) if arch.is
 print(json.dumps({name: [len(text), text if name in ("ttir", "ptx", "amdgcn") else ""] for name, text in compiled.asm.items()}))
 """
 
-# Triton's launcher with a driver that names a target and has no device: `warmup` compiles what a launch would, and launches
-# nothing. What it keeps is what a server would have compiled after these launches.
-VARIANTS = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
-from runtime_service.kernels.mirror_apply_triton import BLOCK, mirror_apply_kernel
-
-
-class NoDevice:
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-driver.set_active(NoDevice())
-base = torch.zeros((9, 4096), dtype=torch.int32)
-staged = torch.zeros(4096, dtype=torch.int32)
-for mirror in (base, base[:, 1:514], base[:, 2:10], base[:, ::2], base.T, base[:, :1], base[:1, :1]):
-    for buffer in (staged, staged[1:], staged[3:]):
-        for num_rows in (1, 2, 3, 8, 15, 16, 17, 64, 255, 256):
-            grid = (num_rows, 1)
-            mirror_apply_kernel.warmup(mirror, buffer, num_rows, mirror.stride(0), mirror.stride(1), BLOCK=BLOCK, grid=grid)
-kernels = mirror_apply_kernel.device_caches[0][0]
-params = {p.name: [p.is_constexpr, p.do_not_specialize, p.do_not_specialize_on_alignment] for p in mirror_apply_kernel.params}
-print(json.dumps({"variants": len(kernels), "params": params}))
-"""
-
 
 def run_child(program: str, arguments: list[str], env: dict[str, str], cache: Path) -> dict[str, Any]:
     """Run a program in a process that compiles (no interpreter) into an empty cache; returns what it prints."""
@@ -105,17 +71,3 @@ def test_kernel_compiles_for(
     products = re.findall(r"arith\.muli .*: (?:tensor<\d+x)?(\w+)", result["ttir"][1])
     assert len(products) >= 3  # row and entry times stride, block number times block size
     assert set(products) == {"i64"}
-
-
-def test_no_launch_compiles_a_second_time(child_env: dict[str, str], tmp_path: Path) -> None:
-    """Ten row counts times 21 layouts, aligned or not, share one compilation, and only the block size is a constant (B44)."""
-    result = run_child(VARIANTS, [], child_env, tmp_path)
-    assert result["params"] == {
-        "mirror_ptr": [False, False, True],
-        "staged_ptr": [False, False, True],
-        "num_rows": [False, True, False],
-        "row_stride": [False, True, False],
-        "entry_stride": [False, True, False],
-        "BLOCK": [True, False, False],
-    }
-    assert result["variants"] == 1

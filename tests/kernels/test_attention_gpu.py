@@ -99,28 +99,3 @@ def test_captured_launch_serves_other_rows(make_pool: Any) -> None:
         )
         assert torch.equal(out[live], eager)
     assert torch.equal(pool.cache.view(torch.int16), before.view(torch.int16))
-
-
-def test_pages_past_32_bits_in_a_large_pool() -> None:
-    """The same tokens in pages around 131072 and in low pages give the same bits, and page 0 stays as it was (B42)."""
-    num_pages, page_size, num_kv_heads, head_dim = 131080, 16, 8, 128
-    size = 2 * (num_pages + 1) * page_size * num_kv_heads * head_dim * 2
-    if torch.cuda.mem_get_info()[0] < size + (2 << 30):
-        pytest.skip(f"the pool takes {size >> 30} GiB of device memory")
-    cache = torch.empty((2, num_pages + 1, page_size, num_kv_heads, head_dim), dtype=torch.bfloat16, device="cuda")
-    low, high = [1, 2, 3], [131071, 131072, 131079]
-    cache[:, :4] = 0
-    table = torch.tensor([[0] * 3, low, high], dtype=torch.int32, device="cuda")
-    pages = torch.tensor(low + high, device="cuda")
-    slots = (pages[:, None] * page_size + torch.arange(page_size, device="cuda")).flatten()
-    heads = random_query(48, num_kv_heads, head_dim, torch.bfloat16).repeat(2, 1, 1)
-    kv_write(heads, heads, cache, slots)
-    assert not cache[:, 0].any()
-    query = random_query(1, 32, head_dim, torch.bfloat16).repeat(2, 1, 1)
-    rows, lengths = torch.tensor([1, 2], device="cuda"), torch.tensor([48, 48], device="cuda")
-    out = paged_decode_attention(query, cache, table, rows, lengths, scale=0.1, max_seq_len=48)
-    assert torch.equal(out[0], out[1])
-    arguments = (query, cache, table, rows, torch.arange(3, device="cuda"), lengths - 1)
-    chunk = paged_prefill_attention(*arguments, scale=0.1, max_query_len=1, max_seq_len=48)
-    assert torch.equal(chunk[0], chunk[1])
-    assert bool(out.any())

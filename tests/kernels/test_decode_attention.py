@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from runtime_service.kernels.decode_attention import (
     paged_decode_attention_naive,
 )
 from runtime_service.kernels.decode_attention_triton import decode_attention_launches
-from runtime_service.kernels.kv_write_triton import kv_write_launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -181,36 +179,6 @@ def test_padding_rows_read_the_dummy_page_and_change_nothing(make_pool: Any) -> 
     assert torch.equal(got[:2], want)
     assert bool(got.isfinite().all())
     assert torch.equal(pool.cache.view(torch.int32), before.view(torch.int32))
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="the device has a test of its own")
-def test_pages_past_32_bits_on_memory_that_is_never_touched() -> None:
-    """Row pages beyond 2^31 elements give the bits of low pages, and writing there leaves page 0 alone (B42)."""
-    page_size, head_dim, first = 256, 64, 131072  # page 131072 starts at element 2^31
-    num_pages = first + 2
-    shape = (2, num_pages + 1, page_size, 1, head_dim)
-    size = 2 * (num_pages + 1) * page_size * head_dim * 2
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except OSError as error:
-        pytest.skip(f"no {size} bytes of address space: {error}")
-    cache = torch.frombuffer(memory, dtype=torch.float16).view(shape)
-    low, high = [3, 4, 5], [first - 1, first, first + 2]
-    table = torch.tensor([[0] * 3, low, high], dtype=torch.int32)
-    slots = torch.tensor([page * page_size + offset for page in low + high for offset in (0, 7, 255)])
-    generator = torch.Generator().manual_seed(1)
-    heads = torch.randn((9, 1, head_dim), generator=generator).half().repeat(2, 1, 1)
-    kv_write_launch(heads, heads, cache, slots).run()
-    assert torch.equal(cache[0].flatten(0, 1)[slots], heads)
-    assert not cache[:, :3].any()
-    query = make_query(1, 2, head_dim, torch.float16).repeat(2, 1, 1)
-    out, lengths = torch.full_like(query, NAN), torch.tensor([768, 768])
-    workspace = DecodeWorkspace.empty(2 * 2 * 3, head_dim, "cpu")
-    arguments = (query, cache, table, torch.tensor([1, 2]), lengths, out, workspace, 0.125, 1, 3)
-    for launch in decode_attention_launches(*arguments):
-        launch.run()
-    assert torch.equal(out[0], out[1])
-    assert bool(out.any())
 
 
 @pytest.mark.usefixtures("either_side")

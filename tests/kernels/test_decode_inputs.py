@@ -52,16 +52,6 @@ def test_results_match_a_loop(compute: Implementation, page_size: int, num_rows:
 
 
 @both
-def test_overflow_goes_to_the_dummy_page(compute: Implementation) -> None:
-    """A full row of two pages of 4 gets a slot of page 0 for position 8, not one of its last page (B47)."""
-    table = torch.tensor([[0, 0], [5, 6]], dtype=torch.int32, device=DEVICE)
-    rows, lengths = torch.ones(1, dtype=torch.int64, device=DEVICE), torch.tensor([0, 8], device=DEVICE)
-    positions, seq_lens, slots = compute(table, rows, lengths, 4, 8)
-    assert (positions.tolist(), seq_lens.tolist()) == ([8], [8])
-    assert 0 <= slots.item() < 4
-
-
-@both
 def test_padding_rows_stay_on_the_dummy_page(compute: Implementation) -> None:
     """Row 0 is empty whatever its length says, and its slot is the first of page 0 (B46)."""
     table = torch.tensor([[0, 0], [5, 6]], dtype=torch.int32, device=DEVICE)

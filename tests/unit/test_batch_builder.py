@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -46,12 +48,17 @@ def make_op(rows: list[Row], sample: list[bool] | None = None) -> ForwardOp:
     )
 
 
-def build(rows: list[Row], page_size: int = 4, width: int = 8, max_rows: int = 6) -> ForwardBatch:
-    """Apply and build one op; the last token of row r is 100 + r."""
+def build(
+    rows: list[Row], page_size: int = 4, width: int = 8, max_rows: int = 6, masked: list[bool] | None = None, **options: Any
+) -> ForwardBatch:
+    """Apply and build one op; the last token of row r is 100 + r, that of row 0 is 0."""
     mirror = ReqToPage(max_rows, width, 1 << 30, page_size, device=DEVICE)
     op = make_op(rows)
     mirror.apply(op)
-    return BatchBuilder(mirror, DEVICE).build(op, torch.arange(100, 101 + max_rows, dtype=torch.int64, device=DEVICE))
+    last_tokens = torch.arange(100, 101 + max_rows, dtype=torch.int64, device=DEVICE)
+    last_tokens[0] = 0
+    mask = None if masked is None else torch.tensor(masked, device=DEVICE)
+    return BatchBuilder(mirror, DEVICE, **options).build(op, last_tokens, mask)
 
 
 def test_mixed_batch_in_full() -> None:
@@ -224,3 +231,54 @@ def test_decode_step_is_the_same_by_kernel(lens: list[int], page_size: int, widt
         inside = torch.from_numpy(~general.clamped).to(DEVICE)
         assert by_kernel.out_cache_loc[inside].tolist() == general.out_cache_loc[inside].tolist()
         assert (by_kernel.out_cache_loc[~inside] < page_size).all()
+
+
+@pytest.mark.parametrize("decode_kernel", [False, True])
+def test_masked_decode_rows_become_padding(decode_kernel: bool) -> None:
+    """A masked row is looked up in row 0, gets row 0's token and a slot of the dummy page; its neighbours are as without."""
+    rows: list[Row] = [(3, [7, 9], 5, None), (1, [5], 3, None), (2, [8, 6], 4, None)]
+    plain = build(rows, decode_kernel=decode_kernel)
+    assert plain.masked is None
+    none = build(rows, masked=[False] * 3, decode_kernel=decode_kernel)
+    some = build(rows, masked=[False, True, False], decode_kernel=decode_kernel)
+    for name in ("rows", "seq_lens", "input_ids", "positions", "out_cache_loc"):
+        columns = [getattr(batch, name).tolist() for batch in (plain, none, some)]
+        assert columns[0] == columns[1], name
+        assert [columns[0][i] == columns[2][i] for i in (0, 2)] == [True, True], name
+    assert (some.rows.tolist(), some.input_ids.tolist()) == ([3, 0, 2], [103, 0, 102])
+    assert some.out_cache_loc[1] == 0
+    assert some.host_rows.tolist() == [3, 1, 2]
+    assert some.masked is not None
+    assert some.masked.tolist() == [False, True, False]
+
+
+def test_masked_chunks_write_to_the_dummy_page() -> None:
+    """Every token of a masked chunk has a slot of page 0, in a step with other chunks and a decode row."""
+    rows: list[Row] = [(3, [7], 0, [1, 2, 3]), (1, [5, 9], 3, [11, 12]), (6, [2, 8], 4, None)]
+    batch = build(rows, masked=[False, True, False])
+    assert batch.rows.tolist() == [3, 0, 6]
+    assert batch.input_ids.tolist() == [1, 2, 3, 11, 12, 106]
+    assert batch.out_cache_loc.tolist() == [28, 29, 30, 0, 0, 32]
+    both = build(rows, masked=[True, False, True])
+    assert both.out_cache_loc.tolist() == [0, 0, 0, 23, 36, 0]
+
+
+@given(data=st.data())
+def test_selected_rows_are_the_batch_of_these_rows(data: st.DataObject) -> None:
+    """Leaving rows out of a batch gives the batch that an op without them would have had."""
+    lens = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    num_extend_rows = data.draw(st.integers(0, len(lens)))
+    rows: list[Row] = []
+    for i, length in enumerate(lens):
+        num_computed = data.draw(st.integers(0, 6))
+        ids = list(range(length)) if i < num_extend_rows else None
+        num_pages = -(-(num_computed + len(ids or [0])) // 4)
+        rows.append((i + 1, [10 * i + j + 1 for j in range(num_pages)], num_computed, ids))
+    kept = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    selected = build(rows).select(np.array(kept))
+    alone = build([rows[i] for i in kept])
+    names = ("rows", "num_computed", "input_lens", "seq_lens", "query_indptr", "input_ids", "positions", "token_rows")
+    host = ("host_rows", "host_num_computed", "host_input_lens", "sample", "clamped")
+    for name in (*names, "out_cache_loc", *host):
+        assert getattr(selected, name).tolist() == getattr(alone, name).tolist(), name
+    assert (selected.num_rows, selected.num_extend_rows) == (alone.num_rows, alone.num_extend_rows)

@@ -45,7 +45,7 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     "listen",
-    ["0.0.0.0:1", "localhost:50061", "[::1]:65535", "127.0.0.1:0", "unix:/tmp/x.sock", "unix:" + "x" * MAX_UNIX_PATH_BYTES],
+    ["127.0.0.2:1", "localhost:50061", "[::1]:65535", "127.0.0.1:0", "unix:/tmp/x.sock", "unix:" + "x" * MAX_UNIX_PATH_BYTES],
 )
 def test_addresses(listen: str) -> None:
     """Host and port, bracketed IPv6 and unix sockets are taken."""
@@ -74,6 +74,9 @@ def test_addresses(listen: str) -> None:
         ("kv_cache_gib", 0.0, "--kv-cache-gib: 0.0"),
         ("heartbeat_interval_s", 0.0, "--heartbeat-interval-s: 0.0"),
         ("exit_with_parent", 0, "--exit-with-parent: 0"),
+        ("world_size", 0, "--world-size: 0"),
+        ("rank", 1, "--rank 1 is not below --world-size 1; ranks count from 0"),
+        ("keepalive_s", 0.0, "--keepalive-s: 0.0"),
     ],
 )
 def test_refused_values(name: str, value: object, message: str) -> None:

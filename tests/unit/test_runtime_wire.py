@@ -92,7 +92,7 @@ def test_malformed_bytes_are_refused_with_session_and_step(column: str) -> None:
 def test_lease_start_defaults() -> None:
     """Unset sampling is greedy with each field's stated default."""
     message = forward_pb2.LeaseStart(req_pool_index=2, request_id="a")
-    op = wire.op_from_proto(forward_pb2.ForwardOp(lease_starts=[message]))
+    op = wire.op_from_proto(forward_pb2.ForwardOp(req_pool_indices=bytes(4), lease_starts=[message]))
     assert op.lease_starts[0].sampling == SamplingParams()
     assert (op.lease_starts[0].req_pool_index, op.lease_starts[0].request_id, op.lease_starts[0].stop_ids) == (2, "a", ())
 
@@ -107,7 +107,7 @@ def test_lease_start_values() -> None:
         traceparent="00-x",
         sampling=forward_pb2.SamplingParams(temperature=0.5, top_k=0, top_p=0.75, min_p=0.25, seed=2**64 - 1, min_new_tokens=3),
     )
-    lease = wire.op_from_proto(forward_pb2.ForwardOp(lease_starts=[message])).lease_starts[0]
+    lease = wire.op_from_proto(forward_pb2.ForwardOp(req_pool_indices=bytes(4), lease_starts=[message])).lease_starts[0]
     assert lease.sampling == SamplingParams(0.5, 0, 0.75, 0.25, 2**64 - 1, 3)
     assert (lease.stop_ids, lease.prompt_len, lease.traceparent) == ((7, 8), 5, "00-x")
 
@@ -117,10 +117,11 @@ def test_random_sampling_without_a_seed_is_refused() -> None:
     sampling = forward_pb2.SamplingParams(temperature=0.5)
     message = forward_pb2.LeaseStart(req_pool_index=2, request_id="a", sampling=sampling)
     with pytest.raises(Refusal, match=r"row 2 of request 'a': temperature 0\.5 without a seed") as caught:
-        wire.op_from_proto(forward_pb2.ForwardOp(session_no=1, step=1, lease_starts=[message]))
+        wire.op_from_proto(forward_pb2.ForwardOp(session_no=1, step=1, req_pool_indices=bytes(4), lease_starts=[message]))
     assert (caught.value.code, caught.value.row, caught.value.request_id) == (RefusalCode.BAD_SAMPLING, 2, "a")
     message.sampling.seed = 0
-    assert wire.op_from_proto(forward_pb2.ForwardOp(lease_starts=[message])).lease_starts[0].sampling.seed == 0
+    op = wire.op_from_proto(forward_pb2.ForwardOp(req_pool_indices=bytes(4), lease_starts=[message]))
+    assert op.lease_starts[0].sampling.seed == 0
 
 
 def test_result_leaves_the_status_out_when_all_is_well() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from grpc import aio
 
 from pagemirror.v1 import runtime_pb2
 
@@ -36,22 +35,6 @@ async def test_steps_are_answered_in_order_with_exact_tokens(
         == [[20], [104], [629], [421], [384]]
     )
     await peer.no_more()
-
-
-async def test_half_close_answers_everything_then_ends_ok(connect: Connect, ops: Any, within: Within, start: Start) -> None:
-    """Ops queued behind a running step are still executed after a half-close."""
-    runtime, stub = await start()
-    peer = connect(stub)
-    await peer.hello()
-    runtime.executor.gate.clear()
-    await peer.send(op=ops.prefill(1, 1, (5,), IDS))
-    await peer.send(op=ops.decode(2, 1, 1, 3))
-    await peer.call.done_writing()
-    await runtime.executor.until_entered()
-    runtime.executor.gate.set()
-    assert [await peer.result(), await peer.result()] == [[20], [104]]
-    assert await within(peer.call.read()) is aio.EOF
-    assert (await peer.ended())[0] is Code.OK
 
 
 async def test_refused_op_then_skipped_until_reset(connect: Connect, ops: Any, within: Within, start: Start) -> None:

@@ -89,23 +89,6 @@ def test_cached_prefix_is_read_through_the_pages(make_runtime: Make, row_step: M
     assert runtime.violations == []
 
 
-def test_overflowing_token_touches_no_live_cell(make_runtime: Make, row_step: Make) -> None:
-    """Position 8 in a mirror of two pages of 4 is clamped, and the eight tokens before it still give 240 (B47)."""
-    runtime = make_runtime(width=2)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert runtime.step(row_step(1, [1, 2], prompt, lease="A")) == [240]
-    assert runtime.step(row_step(1, [1, 2, 3], num_computed=8)) == [NO_TOKEN]
-    assert runtime.status == [RowStatus.CLAMPED]
-    assert runtime.step(row_step(2, [4, 5, 6], [*prompt, 9], lease="B"), row_step(3, [7], [1, 2, 3], lease="C")) == [
-        NO_TOKEN,
-        20,
-    ]
-    assert runtime.status == [RowStatus.CLAMPED, RowStatus.OK]
-    runtime.executor.release_rows(np.array([1], dtype=np.int32))
-    assert runtime.step(row_step(1, [1, 2], [8], num_computed=7, lease="D")) == [240]
-    assert runtime.violations == []
-
-
 def test_row_number_with_a_new_lease_forgets_the_old_chain(make_runtime: Make, row_step: Make) -> None:
     """The next tenant of a row, with or without a release, is held to its own tokens (B05)."""
     runtime = make_runtime()

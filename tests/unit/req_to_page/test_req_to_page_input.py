@@ -19,27 +19,6 @@ def i32(values: npt.ArrayLike) -> npt.NDArray[np.int32]:
     return np.asarray(values, dtype=np.int32)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint32, np.int16, ">i4"])
-def test_other_integer_widths_are_converted_exactly(mirror_of: MirrorOf, ops: Any, dtype: npt.DTypeLike) -> None:
-    """Columns of another integer type give [7,1,3], never [7,0,1] (B52)."""
-    mirror = mirror_of()
-    op = ops.make([ops.full(1, [7, 1, 3])])
-    for column in ("req_pool_indices", "row_lens", "begins", "sizes", "occupied_pages", "released_rows"):
-        setattr(op, column, getattr(op, column).astype(dtype))
-    mirror.apply(op)
-    assert mirror.row(1).tolist() == [7, 1, 3]
-
-
-def test_strided_and_read_only_columns_are_read_right(mirror_of: MirrorOf, ops: Any) -> None:
-    """Every second element of a buffer, and a view of received bytes, are taken for what they are (B48)."""
-    mirror = mirror_of()
-    op = ops.make([ops.full(1, [7, 1, 3])])
-    op.occupied_pages = i32([7, 0, 1, 0, 3, 0])[::2]
-    op.row_lens = np.frombuffer(i32([3]).tobytes(), dtype=np.int32)
-    mirror.apply(op)
-    assert mirror.row(1).tolist() == [7, 1, 3]
-
-
 @pytest.mark.parametrize(
     ("column", "values", "error", "message"),
     [

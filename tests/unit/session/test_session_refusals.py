@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime_service.errors import MAX_DETAIL_LEN
+from runtime_service.errors import MAX_DETAIL_BYTES
 from runtime_service.ops import ForwardOp, LeaseStart, RefusalCode, SamplingParams
 from runtime_service.sampling_checks import sampling_error
 
@@ -213,5 +213,5 @@ def test_detail_is_bounded(new_session: NewSession, ops: Any) -> None:
     session = new_session()
     op = ops.make(1, replace(ops.first_chunk(), start="x" * 5000))
     refusal = session.refused(with_column("occupied_pages", 0, 0)(op))
-    assert len(refusal.detail) == MAX_DETAIL_LEN
+    assert len(refusal.detail.encode()) == MAX_DETAIL_BYTES
     assert str(refusal).startswith("PAGE_OUT_OF_RANGE: row 1 of request 'xxx")

@@ -39,7 +39,7 @@ class Rig:
         self.last_tokens = torch.zeros(MAX_ROWS + 1, dtype=torch.int64)
         self.step = 0
 
-    def batch(self, rows: Rows, sample: list[bool] | None = None) -> ForwardBatch:
+    def batch(self, rows: Rows, sample: list[bool] | None = None, masked: list[bool] | None = None) -> ForwardBatch:
         """Rows as `row: (pages, num_computed, input ids)`, whole rows refreshed; no ids makes a decode row (listed last)."""
         self.step += 1
         pages, computed, ids = (list(column) for column in zip(*rows.values(), strict=True))
@@ -62,7 +62,7 @@ class Rig:
             released_rows=np.zeros(0, dtype=np.int32),
         )
         self.mirror.apply(op)
-        return self.builder.build(op, self.last_tokens)
+        return self.builder.build(op, self.last_tokens, None if masked is None else torch.tensor(masked))
 
     def run(self, rows: Rows, sample: list[bool] | None = None) -> ExecutionResult:
         result = self.executor.execute(self.batch(rows, sample))

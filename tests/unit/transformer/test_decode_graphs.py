@@ -151,6 +151,17 @@ def test_replay_reads_the_batch_and_pads_what_is_left(rig: Any) -> None:
     assert bench.seen[1] is bench.seen[2], "a replay is of the recorded batch"
 
 
+def test_a_masked_row_is_replayed_as_padding(rig: Any) -> None:
+    """A row whose digest differs reads row 0 and writes to the dummy page in a replay too; the host was not asked."""
+    rig.last_tokens[1:4] = torch.tensor([11, 12, 13])
+    bench = Bench((4,), rig.mirror)
+    bench.graphs.capture()
+    hidden = bench.graphs.run(rig.batch({row: DECODES[row] for row in (1, 2, 3)}, masked=[False, True, False]))
+    assert hidden is not None
+    assert (hidden.tolist(), bench.columns[-1]["rows"]) == ([[110, 111], [0, 1], [130, 131]], [1, 0, 3, 0])
+    assert bench.columns[-1]["out_cache_loc"][1] < rig.mirror.page_size
+
+
 def test_batches_that_are_not_eligible(rig: Any) -> None:
     """Extend rows, another mirror, another page size, several tokens a row and empty batches are computed without a graph."""
     bench = Bench((1, 2, 4), rig.mirror)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime_service.executors.transformer import create_transformer
 from runtime_service.models import gathered_attention
 from runtime_service.models.gathered_attention import plan_gathers
 from runtime_service.models.tiny import TINY_CONFIG
@@ -77,6 +78,28 @@ def test_non_finite_row_is_alone_in_it(rig: Any) -> None:
     result = rig.run(rows)
     assert result.row_status.tolist() == [RowStatus.OK, RowStatus.NON_FINITE, RowStatus.OK]
     assert result.tokens.tolist() == [int(clean[0].argmax()), NO_TOKEN, int(clean[2].argmax())]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_masked_rows_write_no_live_page(backend: str, make_settings: Any, make_rig: MakeRig) -> None:
+    """Rows masked in a mixed step and in a decode step write no page but the dummy; the others get the tokens of without."""
+    with_mask, without = (make_rig(create_transformer(make_settings(attention_backend=backend))[0]) for _ in range(2))
+    first = {1: ([1, 2], 0, [5, 6, 7]), 2: ([3, 4], 0, [8, 9, 10, 11])}
+    mixed = {3: ([5], 0, [1, 2]), 1: ([1, 2], 3, []), 2: ([3, 4], 4, [])}
+    decodes = {1: ([1, 2], 4, []), 3: ([5], 2, []), 2: ([3, 4], 5, [])}
+    for rig in (with_mask, without):
+        for layer in rig.executor.cache.layers:
+            layer.zero_()
+        rig.run(first)
+    for rows, masked in ((mixed, [True, False, True]), (decodes, [False, True, True])):
+        before = [layer.clone() for layer in with_mask.executor.cache.layers]
+        found = with_mask.executor.execute(with_mask.batch(rows, masked=masked)).tokens
+        expected = without.run({row: columns for (row, columns), skip in zip(rows.items(), masked, strict=True) if not skip})
+        assert found[~np.array(masked)].tolist() == expected.tokens.tolist()
+        with_mask.last_tokens[1] = without.last_tokens[1]
+        for layer, old in zip(with_mask.executor.cache.layers, before, strict=True):
+            changed = {int(page) for page in (layer != old).any(dim=-1).any(dim=-1).any(dim=-1).any(dim=0).nonzero()}
+            assert changed <= {0, 1, 2}, "page 0 and the pages of row 1"
 
 
 def test_rows_that_want_no_token(rig: Any) -> None:
