@@ -9,41 +9,18 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from pagemirror.v1 import generation_pb2, generation_pb2_grpc
-from scheduler_service.channels import SERVER_OPTIONS, bind
+from scheduler_service.channels import is_local
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import DrainingError
-from scheduler_service.generation_servicer import GenerationServicer
 from scheduler_service.metrics import Metrics
+from scheduler_service.public_server import HealthBoard, PublicServer
 from scheduler_service.settings import SchedulerSettings
 
 log = structlog.get_logger("pagemirror.app")
 
-SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
-
 _STOP_GRACE_S = 1.0  # for streams to carry away the status they were just ended with
-
-
-class HealthBoard:
-    """The health service: SERVING while a runtime serves us, under the empty name and under that of GenerationService."""
-
-    def __init__(self) -> None:
-        self.servicer = health.aio.HealthServicer()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def show(self, serving: bool) -> None:
-        """Change the answer, from the next turn of the event loop on."""
-        states = health_pb2.HealthCheckResponse
-        status = states.SERVING if serving else states.NOT_SERVING
-        for name in ("", SERVICE_NAME):
-            task = asyncio.ensure_future(self.servicer.set(name, status))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
 
 
 class StopSignals:
@@ -97,17 +74,20 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     """
     stop = StopSignals()
     board = HealthBoard()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    # Bound before anything slow: a port in use is told at once, and early clients wait in the backlog.
-    address = bind(server, settings.listen)
     metrics = Metrics()
+    metrics.watch_tasks(asyncio.get_running_loop())
+    if settings.runtime_tls is not None:
+        settings.runtime_tls.credentials()  # told now, not at a connection that is tried again and again
+    elif far := [target for target in settings.runtimes if not is_local(target)]:
+        log.warning("plaintext_to_runtime", runtimes=far, reason="no --runtime-tls-ca")
+    # Bound before anything slow: a port in use is told at once, and early clients wait in the backlog.
+    front = PublicServer(settings, metrics, board)
+    server, address = front.server, front.address
     if settings.metrics_port is not None:
-        host = _host_of(settings.listen)
+        host = settings.metrics_address
         log.info("serving_metrics", host=host, port=metrics.serve(host, settings.metrics_port))
     engine = EngineLoop(settings, metrics, board.show)
-    health_pb2_grpc.add_HealthServicer_to_server(board.servicer, server)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    front.add(engine)
     parent = asyncio.create_task(stop.follow_parent(exit_with_parent)) if exit_with_parent else None
     try:
         with stop.installed():
@@ -146,7 +126,3 @@ async def _first(wanted: Coroutine[Any, Any, Any], otherwise: Coroutine[Any, Any
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _host_of(address: str) -> str:
-    return "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0].strip("[]")

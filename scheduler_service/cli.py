@@ -10,7 +10,22 @@ from typing import Annotated, Any
 import typer
 
 from scheduler_service import cli_serve
-from scheduler_service.cli_options import DEFAULT_TARGET, AnyPolicy, AsJson, PrefixCache, Target, examples, need_runtime
+from scheduler_service.cli_options import (
+    DEFAULT_TARGET,
+    AnyPolicy,
+    AsJson,
+    ClientInsecure,
+    ClientTlsCa,
+    ClientTlsCert,
+    ClientTlsKey,
+    ClientTlsName,
+    ClientTokens,
+    PrefixCache,
+    Target,
+    examples,
+    need_runtime,
+    security_options,
+)
 
 app = typer.Typer(
     name="pagemirror",
@@ -32,12 +47,14 @@ app.command(
         "pagemirror up --model fingerprint --port 50051",
         "pagemirror up --model models/smollm2-135m-instruct --kv-cache-gib 2",
         "pagemirror up --model tiny --num-pages 64 --refresh-policy diff --check",
+        "pagemirror up --model tiny --host 0.0.0.0 --tls-cert llm.pem --tls-key llm.key --token-file tokens",
     )
 )(cli_serve.up)
 app.command(
     epilog=examples(
-        "pagemirror runtime --listen 0.0.0.0:50061 --model tiny",
-        "pagemirror scheduler --runtime gpu-host:50061 --listen 0.0.0.0:50051 --metrics-port 9090",
+        "pagemirror scheduler --runtime unix:/run/pagemirror/runtime.sock --metrics-port 9090",
+        "pagemirror scheduler --listen 0.0.0.0:50051 --tls-cert llm.pem --tls-key llm.key --token-file tokens \\",
+        "    --runtime gpu-host:50061 --runtime-tls-ca ca.pem --runtime-tls-cert llm.pem --runtime-tls-key llm.key",
     )
 )(cli_serve.scheduler)
 app.command(
@@ -52,9 +69,11 @@ app.command(
         'pagemirror generate --prompt "The capital of France is" --max-tokens 20',
         'pagemirror generate --chat --prompt "Write a haiku." --temperature 0.8 --seed 7 --max-tokens 60',
         'pagemirror generate --prompt "The capital of France is" --logprobs 3 --json',
+        "pagemirror generate --target llm.example:50051 --tls-ca ca.pem --token-file token --tokens 1,2,3",
     )
 )
 def generate(
+    context: typer.Context,
     tokens: Annotated[str | None, typer.Option(help="The prompt as token ids: 1,2,3. Prints token ids.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt as text. Prints text.")] = None,
     target: Target = DEFAULT_TARGET,
@@ -94,6 +113,12 @@ def generate(
     namespace: Annotated[str, typer.Option(help="Share cached pages only within this namespace.")] = "",
     max_queue_wait_ms: Annotated[int | None, typer.Option(help="Give up when not admitted within this time.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say on stderr how the request ended.")] = False,
+    tls_ca: ClientTlsCa = None,
+    tls_cert: ClientTlsCert = None,
+    tls_key: ClientTlsKey = None,
+    tls_name: ClientTlsName = "",
+    token_file: ClientTokens = None,
+    insecure: ClientInsecure = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per token, and one for the end.")] = False,
 ) -> None:
     """Stream tokens or text from a running scheduler."""
@@ -136,6 +161,7 @@ def generate(
             show_stats=stats,
             as_json=as_json,
             options=options,
+            security=security_options(context),
         )
     )
 
@@ -144,13 +170,24 @@ def generate(
     epilog=examples(
         "pagemirror rows --target 127.0.0.1:50051",
         "pagemirror rows --json",
+        "pagemirror rows --target llm.example:50051 --tls-ca ca.pem --token-file token",
     )
 )
-def rows(target: Target = DEFAULT_TARGET, as_json: AsJson = False) -> None:
+def rows(
+    context: typer.Context,
+    target: Target = DEFAULT_TARGET,
+    tls_ca: ClientTlsCa = None,
+    tls_cert: ClientTlsCert = None,
+    tls_key: ClientTlsKey = None,
+    tls_name: ClientTlsName = "",
+    token_file: ClientTokens = None,
+    insecure: ClientInsecure = False,
+    as_json: AsJson = False,
+) -> None:
     """Show every page row in use: the scheduler's beside the mirror's. Exit status 1 if any two differ."""
     from scheduler_service import cli_client
 
-    raise typer.Exit(cli_client.show_rows(target, as_json=as_json))
+    raise typer.Exit(cli_client.show_rows(target, security=security_options(context), as_json=as_json))
 
 
 @app.command(
@@ -190,12 +227,30 @@ def demo(
     raise typer.Exit(demonstration.main(model))
 
 
-@app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Show what is installed: versions, torch, Triton, GPU. Useful in bug reports."""
+@app.command(
+    epilog=examples(
+        "pagemirror doctor",
+        "pagemirror doctor --target llm.example:50051 --tls-ca ca.pem --token-file token",
+    )
+)
+def doctor(
+    context: typer.Context,
+    target: Annotated[str | None, typer.Option(help="Also ask the scheduler that listens there.")] = None,
+    tls_ca: ClientTlsCa = None,
+    tls_cert: ClientTlsCert = None,
+    tls_key: ClientTlsKey = None,
+    tls_name: ClientTlsName = "",
+    token_file: ClientTokens = None,
+    insecure: ClientInsecure = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is installed: versions, torch, Triton, GPU. Useful in bug reports.
+
+    With --target also whether a scheduler lets us in, and what it serves. Exit status 1 if it does not.
+    """
     from scheduler_service import cli_doctor
 
-    raise typer.Exit(cli_doctor.doctor(as_json=as_json))
+    raise typer.Exit(cli_doctor.doctor(target, security=security_options(context), as_json=as_json))
 
 
 @app.command()

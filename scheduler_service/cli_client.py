@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scheduler_service.client import Client, ClientRows, Ending, Piece, RpcFailedError
+from scheduler_service.client_security import ClientSecurity
+from scheduler_service.errors import StartError
 from scheduler_service.text import TextCodec, TextError, load_codec
 
 
@@ -78,15 +80,17 @@ def generate(
     show_stats: bool,
     as_json: bool,
     options: dict[str, Any],
+    security: dict[str, Any],
 ) -> int:
     """Stream one request to stdout: token ids where tokens were given, text where a prompt was. Returns the exit status."""
     out = _Output(as_json)
     try:
+        secured = ClientSecurity.of(**security)
         if tokens is not None:
-            ending = asyncio.run(_generate_tokens(out, target, tokens, options))
+            ending = asyncio.run(_generate_tokens(out, target, secured, tokens, options))
         else:
-            ending = asyncio.run(_generate_text(out, target, prompt or "", chat, tokenizer, options))
-    except (RpcFailedError, TextError) as error:
+            ending = asyncio.run(_generate_text(out, target, secured, prompt or "", chat, tokenizer, options))
+    except (RpcFailedError, TextError, StartError) as error:
         out.end_line()
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -102,10 +106,12 @@ def generate(
     return 0
 
 
-async def _generate_tokens(out: _Output, target: str, tokens: list[int], options: dict[str, Any]) -> Ending | None:
+async def _generate_tokens(
+    out: _Output, target: str, security: ClientSecurity, tokens: list[int], options: dict[str, Any]
+) -> Ending | None:
     ending = None
     separator = ""
-    async with Client(target) as client:
+    async with Client(target, security) as client:
         async for piece in client.generate(tokens, **options):
             words = []
             for token in piece.tokens:
@@ -118,10 +124,16 @@ async def _generate_tokens(out: _Output, target: str, tokens: list[int], options
 
 
 async def _generate_text(
-    out: _Output, target: str, prompt: str, chat: bool, tokenizer: Path | None, options: dict[str, Any]
+    out: _Output,
+    target: str,
+    security: ClientSecurity,
+    prompt: str,
+    chat: bool,
+    tokenizer: Path | None,
+    options: dict[str, Any],
 ) -> Ending | None:
     ending = None
-    async with Client(target) as client:
+    async with Client(target, security) as client:
         codec = await _codec(client, tokenizer)
         tokens = codec.encode_chat(prompt) if chat else codec.encode(prompt)
         decoder = codec.decoder(tokens)
@@ -137,11 +149,11 @@ async def _codec(client: Client, tokenizer: Path | None) -> TextCodec:
     return load_codec(served.model, served.architecture, served.tokenizer_path, tokenizer)
 
 
-def show_rows(target: str, *, as_json: bool) -> int:
+def show_rows(target: str, *, security: dict[str, Any], as_json: bool) -> int:
     """Print every row in use beside the mirror's. Returns 0 when all are equal, else 1."""
     try:
-        found = asyncio.run(_rows(target))
-    except RpcFailedError as error:
+        found = asyncio.run(_rows(target, ClientSecurity.of(**security)))
+    except (RpcFailedError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if as_json:
@@ -151,8 +163,8 @@ def show_rows(target: str, *, as_json: bool) -> int:
     return 0 if all(row.equal for row in found.rows) else 1
 
 
-async def _rows(target: str) -> ClientRows:
-    async with Client(target) as client:
+async def _rows(target: str, security: ClientSecurity) -> ClientRows:
+    async with Client(target, security) as client:
         return await client.rows()
 
 
@@ -172,7 +184,7 @@ def _print_table(found: ClientRows) -> None:
             Text(row.request_id),
             row.state,
             Text(_pages(row.scheduler_pages)),
-            Text(_pages(row.mirror_pages), style="" if row.equal else "bold red"),
+            Text(f"rank {row.rank}: " * bool(row.rank) + _pages(row.mirror_pages), style="" if row.equal else "bold red"),
             Text("yes") if row.equal else Text("NO", style="bold red"),
         )
     console.print(table)

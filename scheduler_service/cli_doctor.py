@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 import shutil
 import subprocess
 import sys
 from importlib import metadata
+from typing import Any
+
+from scheduler_service.client import Client, RpcFailedError
+from scheduler_service.client_security import ClientSecurity
+from scheduler_service.errors import StartError
 
 _PACKAGES = ("pagemirror", "numpy", "grpcio", "protobuf", "pydantic", "typer", "tokenizers", "jinja2", "safetensors")
 
@@ -41,18 +47,33 @@ def examine() -> dict[str, str]:
     return facts
 
 
-def doctor(*, as_json: bool) -> int:
-    """Print the facts; the exit status is 0 whatever they are."""
+def doctor(target: str | None = None, *, security: dict[str, Any] | None = None, as_json: bool = False) -> int:
+    """Print the facts; the exit status, which is 0 whatever they are unless there is a `target` that does not serve us."""
     facts = examine()
+    status = 0
+    if target is not None:
+        try:
+            facts["scheduler"] = asyncio.run(_ask(target, ClientSecurity.of(**security or {})))
+        except (RpcFailedError, StartError) as error:
+            facts["scheduler"] = f"no: {error}"
+            status = 1
     if as_json:
         print(json.dumps(facts))
-        return 0
+        return status
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
     if facts["torch"].startswith("no"):
         print("\nThe scheduler and the client commands work; `up`, `runtime`, `simulate` and `demo` need pagemirror[runtime].")
-    return 0
+    return status
+
+
+async def _ask(target: str, security: ClientSecurity) -> str:
+    """What the scheduler at `target` says of itself."""
+    async with Client(target, security) as client:
+        raw = (await client.info()).raw
+    link = "TLS" if security.tls is not None else "plaintext"
+    return f"{raw.version} at {target} by {link}: model {raw.model}, {raw.num_running} running, {raw.num_waiting} waiting"
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from enum import StrEnum
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -29,6 +30,14 @@ class AnyPolicy(StrEnum):
     TAIL_ONLY = "tail_only"
 
 
+class VerifyMode(StrEnum):
+    """How often the runtime's mirror is compared."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    EVERY = "every"
+
+
 # Of the runtime, which checks them.
 KvMemoryFraction = Annotated[
     float | None, typer.Option(help="Share of the GPU memory that is left for KV pages.  [default: 0.9]")
@@ -50,6 +59,20 @@ MaxWaiting = Annotated[
     int | None, typer.Option(help="Longest queue; a request beyond it is refused; 0: no limit.  [default: 1024]")
 ]
 Check = Annotated[bool | None, typer.Option("--check", help="Audit every invariant after every step (slow).")]
+DumpDir = Annotated[
+    str | None, typer.Option(help="Folder for the scenario file that --check writes when an invariant fails.  [default: .]")
+]
+Verify = Annotated[
+    VerifyMode | None,
+    typer.Option(
+        help="Compare the page rows on the device with the scheduler's: never, in samples, in every step.  [default: off]"
+    ),
+]
+VerifyInterval = Annotated[int | None, typer.Option(help="Steps from one sample to the next.  [default: 64]")]
+VerifyWindow = Annotated[
+    float | None,
+    typer.Option(help="Seconds in which a second difference ends live requests with DATA_LOSS; 0: never.  [default: 600]"),
+]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")]
 Grace = Annotated[float | None, typer.Option(help="Seconds for live requests after SIGTERM.  [default: 30]")]
 RuntimeTimeout = Annotated[
@@ -61,9 +84,54 @@ HeartbeatTimeout = Annotated[
 StepTimeout = Annotated[float | None, typer.Option(help="Longest time of one step, in seconds.  [default: 120]")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.  [default: info]")]
 LogJson = Annotated[bool | None, typer.Option("--log-json", help="One JSON object a log line.")]
+MetricsHost = Annotated[str | None, typer.Option(help="Serve them on this address.  [default: that of --listen, or loopback]")]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate in PEM, with its chain: serve TLS.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Key of --tls-cert.")]
+TlsCa = Annotated[Path | None, typer.Option(help="Serve only clients with a certificate from this authority.")]
+ServerTokens = Annotated[
+    Path | None, typer.Option(help="Serve only clients that show a token of this file, which has one a line.")
+]
+Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen without TLS where other machines can connect.")]
+RuntimeTlsCa = Annotated[Path | None, typer.Option(help="Reach the runtime by TLS; its certificate is from this authority.")]
+RuntimeTlsCert = Annotated[Path | None, typer.Option(help="Certificate to show to the runtime.")]
+RuntimeTlsKey = Annotated[Path | None, typer.Option(help="Key of --runtime-tls-cert.")]
+RuntimeTlsName = Annotated[
+    str | None, typer.Option(help="Name in the runtime's certificate.  [default: the host in --runtime]")
+]
+MaxStreams = Annotated[int | None, typer.Option(help="Calls at a time; one beyond is refused.  [default: 1024]")]
+MaxConnections = Annotated[int | None, typer.Option(help="Connections at a time; one beyond is closed.  [default: 512]")]
+MaxMessageMib = Annotated[int | None, typer.Option(help="Largest request, in MiB: a token takes 4 bytes.  [default: 16]")]
+MaxUnreadTokens = Annotated[
+    int | None, typer.Option(help="Output kept for a client that does not read; beyond, its request ends.  [default: 65536]")
+]
+WriteTimeout = Annotated[
+    float | None, typer.Option(help="Seconds in which a client must read something that waits for it.  [default: 60]")
+]
+Keepalive = Annotated[
+    float | None, typer.Option(help="Seconds of silence until a client is asked whether it is there.  [default: 20]")
+]
 Target = Annotated[str, typer.Option(envvar=_TARGET_VARIABLE, help="Where the scheduler listens.", show_default=True)]
+# Of clients. Their variables have names of their own: a server on the same machine reads PAGEMIRROR_TLS_….
+ClientTlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="PAGEMIRROR_CLIENT_TLS_CA", help="Use TLS; the scheduler's certificate is from this authority."),
+]
+ClientTlsCert = Annotated[
+    Path | None, typer.Option(envvar="PAGEMIRROR_CLIENT_TLS_CERT", help="Certificate to show to the scheduler.")
+]
+ClientTlsKey = Annotated[Path | None, typer.Option(envvar="PAGEMIRROR_CLIENT_TLS_KEY", help="Key of --tls-cert.")]
+ClientTlsName = Annotated[
+    str, typer.Option(envvar="PAGEMIRROR_CLIENT_TLS_NAME", help="Name in its certificate.  [default: the host in --target]")
+]
+ClientTokens = Annotated[Path | None, typer.Option(envvar="PAGEMIRROR_TOKEN_FILE", help="Show the first token of this file.")]
+ClientInsecure = Annotated[bool, typer.Option("--insecure", help="Show the token to another machine without TLS, too.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 ExitWithParent = Annotated[int | None, typer.Option(hidden=True)]
+
+
+def security_options(context: typer.Context) -> dict[str, Any]:
+    """What the command was told about certificates and tokens, by the names of `ClientSecurity.of`."""
+    return {name: context.params[name] for name in ("tls_ca", "tls_cert", "tls_key", "tls_name", "token_file", "insecure")}
 
 
 def examples(*lines: str) -> str:

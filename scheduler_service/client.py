@@ -17,11 +17,14 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from pagemirror.v1 import forward_pb2, generation_pb2, generation_pb2_grpc
-from scheduler_service.channels import CLIENT_OPTIONS
+from scheduler_service.channels import handshake_trouble
+from scheduler_service.client_security import ClientSecurity, Metadata
 from scheduler_service.columns import float32_from_bytes, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.errors import PagemirrorError
 
 _T = TypeVar("_T")
+
+_NOBODY = "nothing answers at {}; is `pagemirror up` running there?"
 
 
 class RpcFailedError(PagemirrorError):
@@ -80,6 +83,7 @@ class ClientRow:
     scheduler_pages: list[int]
     mirror_pages: list[int]
     equal: bool
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,17 @@ class ClientRows:
 class Client:
     """One channel to one scheduler. Use as an async context manager."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, security: ClientSecurity | None = None) -> None:
+        """Without `security`: plaintext and no token. Raises StartError for files that cannot be used."""
         self.target = target
-        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        self._security = security or ClientSecurity()
+        self._channel = self._security.channel(target)
         self.stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        """The generated stub, for calls that have no method here."""
+        """The generated stub, for calls that have no method here; give them `metadata()`."""
+
+    def metadata(self) -> Metadata:
+        """Of a call that begins now: the token, where there is one."""
+        return self._security.metadata()
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,7 +175,7 @@ class Client:
         except (ValueError, OverflowError) as error:
             # It does not even fit into the message's fields, so no server could accept it.
             raise RpcFailedError(self.target, grpc.StatusCode.INVALID_ARGUMENT, f"out of range: {error}") from error
-        call = self.stub.Generate(request)
+        call = self.stub.Generate(request, metadata=self.metadata())
         try:
             async for response in call:
                 yield _piece(response)
@@ -176,13 +186,13 @@ class Client:
 
     async def info(self) -> ServedModel:
         """What is served."""
-        raw = await self._call(self.stub.GetInfo(generation_pb2.GetInfoRequest()))
+        raw = await self._call(self.stub.GetInfo(generation_pb2.GetInfoRequest(), metadata=self.metadata()))
         stop_ids = tuple(int32_from_bytes(raw.default_stop_ids, "default_stop_ids").tolist())
         return ServedModel(raw.model, raw.architecture, raw.tokenizer_path, raw.vocab_size, stop_ids, raw)
 
     async def rows(self) -> ClientRows:
         """Every row in use, from both sides."""
-        response = await self._call(self.stub.ListRows(generation_pb2.ListRowsRequest()))
+        response = await self._call(self.stub.ListRows(generation_pb2.ListRowsRequest(), metadata=self.metadata()))
         rows = [
             ClientRow(
                 pair.request.row,
@@ -191,6 +201,7 @@ class Client:
                 int32_from_bytes(pair.scheduler_pages, "scheduler_pages").tolist(),
                 int32_from_bytes(pair.mirror_pages, "mirror_pages").tolist(),
                 pair.equal,
+                pair.rank,
             )
             for pair in response.rows
         ]
@@ -198,20 +209,22 @@ class Client:
 
     async def abort(self, request_id: str) -> None:
         """End a live request."""
-        await self._call(self.stub.Abort(generation_pb2.AbortRequest(request_id=request_id)))
+        await self._call(self.stub.Abort(generation_pb2.AbortRequest(request_id=request_id), metadata=self.metadata()))
 
     async def retract(self, request_id: str) -> None:
         """Take a running request's row away; it resumes by itself."""
-        await self._call(self.stub.Retract(generation_pb2.RetractRequest(request_id=request_id)))
+        await self._call(self.stub.Retract(generation_pb2.RetractRequest(request_id=request_id), metadata=self.metadata()))
 
     async def state(self, request_id: str) -> generation_pb2.RequestInfo:
         """Where a live request stands."""
-        return await self._call(self.stub.GetState(generation_pb2.GetStateRequest(request_id=request_id)))
+        return await self._call(
+            self.stub.GetState(generation_pb2.GetStateRequest(request_id=request_id), metadata=self.metadata())
+        )
 
     async def reset_prefix_cache(self, *, force: bool = False) -> int:
         """Empty the prefix cache; returns the pages freed."""
         request = generation_pb2.ResetPrefixCacheRequest(force=force)
-        return (await self._call(self.stub.ResetPrefixCache(request))).freed_pages
+        return (await self._call(self.stub.ResetPrefixCache(request, metadata=self.metadata()))).freed_pages
 
     async def _call(self, call: Awaitable[_T]) -> _T:
         try:
@@ -221,11 +234,12 @@ class Client:
 
     def _failed(self, error: grpc.aio.AioRpcError) -> RpcFailedError:
         code, details = error.code(), error.details() or ""
-        # gRPC's own words for "nobody listens" are a dump of addresses and errno; its servers never say them.
+        # gRPC's own words are a dump of addresses and errno; its servers never say them.
         if code is grpc.StatusCode.UNAVAILABLE and (
             "failed to connect" in details.lower() or "no such file" in details.lower()
         ):
-            details = f"nothing answers at {self.target}; is `pagemirror up` running there?"
+            reason = handshake_trouble(details)
+            details = f"no connection to {self.target}: {reason}" if reason else _NOBODY.format(self.target)
         return RpcFailedError(self.target, code, details)
 
 

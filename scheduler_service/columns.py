@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler_service.core.errors import InvalidRequestError
-from scheduler_service.core.ops import Float32Array, Int32Array
+from scheduler_service.core.ops import Float32Array, Int32Array, UInt64Array
 from scheduler_service.errors import ProtocolError
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
+_UINT64 = np.dtype("<u8")
 
 
 class BadColumnError(InvalidRequestError):
@@ -43,6 +44,18 @@ def float32_from_bytes(data: bytes) -> list[float]:
     """The values in a column of float32; a rest that is no whole entry raises ValueError."""
     values: list[float] = np.frombuffer(data, dtype=_FLOAT32).tolist()
     return values
+
+
+def uint64_to_bytes(values: UInt64Array | None) -> bytes:
+    """A column of little-endian uint64; None: the empty one."""
+    return b"" if values is None else values.astype(_UINT64, copy=False).tobytes()
+
+
+def uint64_of_peer(data: bytes, what: str) -> UInt64Array:
+    """A column of uint64 that the runtime sent. Raises ProtocolError when it is none."""
+    if len(data) % 8:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no column of uint64")
+    return np.frombuffer(data, dtype=_UINT64)
 
 
 def float32_of_peer(data: bytes, what: str, length: int) -> Float32Array:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import structlog
 
+from scheduler_service.agreement import ExpectedShape
 from scheduler_service.errors import RuntimeLinkError, RuntimeMismatchError, RuntimeUnavailableError, StartError
-from scheduler_service.runtime_client import ExpectedShape, RuntimeLink, open_link
+from scheduler_service.runtime_group import RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.wire import RuntimeFacts
 
@@ -28,7 +29,7 @@ _LAST_BACKOFF_S = 2.0
 class RuntimeConnection:
     """The present link to the runtime and the numbers of the session on it."""
 
-    link: RuntimeLink
+    link: RuntimeGroup
     facts: RuntimeFacts
 
     def __init__(
@@ -50,13 +51,18 @@ class RuntimeConnection:
         self.trouble = ""
         """Why the last session was lost."""
         self._settings = settings
-        self._wake = wake
         self._on_connected = on_connected
         self._on_new_session = on_new_session
         self._on_give_up = on_give_up
-        self._scheduler_epoch = secrets.randbits(64) | 1  # never 0
+        self.link = RuntimeGroup(
+            settings.runtimes,
+            scheduler_epoch=secrets.randbits(64) | 1,  # never 0
+            overlap_depth=settings.overlap_depth,
+            limits=settings.limits,
+            wake=wake,
+        )
         self._failures = 0  # sessions lost since the last completed step
-        self._trouble_since: float | None = None
+        self._down_s = 0.0  # time without a session since then
 
     async def start(self) -> None:
         """Connect for the first time, waiting for a runtime that is still starting.
@@ -71,11 +77,13 @@ class RuntimeConnection:
         while True:
             self.session_no += 1
             try:
-                await self._connect(self._settings.expected)
+                self.facts = await self.link.begin(self.session_no, self._settings.expected)
                 return
-            except RuntimeMismatchError:
-                raise
             except RuntimeLinkError as error:
+                # Ranks that were reached are let go: another scheduler may wait for them, and have the one that is missing.
+                await self.link.close()
+                if isinstance(error, RuntimeMismatchError):
+                    raise
                 if loop.time() > deadline:
                     limit = f"{self._settings.startup_timeout:g} s (--startup-timeout)"
                     raise StartError(f"no runtime within {limit}: {error}") from error
@@ -85,33 +93,34 @@ class RuntimeConnection:
                 await asyncio.sleep(_backoff(attempt))
                 attempt += 1
 
-    async def recover(self, trouble: str, *, had_work: bool) -> None:
-        """Start a new session, however long it takes. `had_work`: ops were in flight, so they may have been the cause."""
+    async def recover(self, trouble: str) -> None:
+        """Start a new session, however long it takes."""
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        if self._trouble_since is None or not had_work:
-            self._trouble_since = now
+        began = loop.time()
         self._failures += 1
         self.set_connected(False)
         self._next_session(trouble)
-        timer = loop.call_at(max(now, self._trouble_since + self._settings.runtime_timeout), self._give_up)
+        log.warning("session_lost", reason=trouble, next_session_no=self.session_no)
+        timer = loop.call_later(max(0.0, self._settings.runtime_timeout - self._down_s), self._give_up)
         attempt = self._failures - 1
+        said = trouble
         try:
             while True:
                 if attempt:
                     await asyncio.sleep(_backoff(attempt - 1))
                 attempt += 1
                 try:
-                    if self.link.broken is None:
-                        await self.link.reset(self.session_no)
-                    else:
-                        await self.link.close()
-                        await self._connect(ExpectedShape.of(self.facts))
+                    self.facts = await self.link.begin(self.session_no, ExpectedShape.of(self.facts))
                     break
                 except RuntimeLinkError as error:
-                    self._next_session(str(error))
+                    # Attempts follow each other quickly: one that fails like the one before is no news.
+                    say = log.warning if str(error) != said else log.debug
+                    said = str(error)
+                    say("reconnect_failed", reason=said)
+                    self._next_session(said)
         finally:
             timer.cancel()
+            self._down_s += loop.time() - began
         if self.unavailable is not None:
             self.trouble_is_over()
         self.set_connected(True)
@@ -120,7 +129,11 @@ class RuntimeConnection:
     def trouble_is_over(self) -> None:
         """A step was completed, or nothing is left that the trouble could have concerned: the next trouble is a new one."""
         self.unavailable = None
-        self._trouble_since = None
+        self._down_s = 0.0
+        self._failures = 0
+
+    def cause_is_gone(self) -> None:
+        """What made the last sessions fail has ended, as far as is known: the next one need not be waited for."""
         self._failures = 0
 
     def set_connected(self, connected: bool) -> None:
@@ -130,25 +143,13 @@ class RuntimeConnection:
             self._on_connected(connected)
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the streams."""
         await self.link.close()
         self.set_connected(False)
-
-    async def _connect(self, expected: ExpectedShape) -> None:
-        self.link, self.facts = await open_link(
-            self._settings.runtime,
-            scheduler_epoch=self._scheduler_epoch,
-            session_no=self.session_no,
-            overlap_depth=self._settings.overlap_depth,
-            expected=expected,
-            limits=self._settings.limits,
-            wake=self._wake,
-        )
 
     def _next_session(self, trouble: str) -> None:
         self.session_no += 1
         self.trouble = trouble
-        log.warning("session_lost", reason=trouble, next_session_no=self.session_no)
         self._on_new_session(self.session_no)
 
     def _give_up(self) -> None:

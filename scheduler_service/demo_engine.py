@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_service.agreement import ExpectedShape
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.core.intake import Outputs
@@ -21,7 +22,7 @@ from scheduler_service.core.ops import ForwardOp, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.errors import RuntimeLinkError
-from scheduler_service.runtime_client import ExpectedShape, LinkLimits, RuntimeLink, open_link
+from scheduler_service.runtime_client import LinkLimits, RuntimeLink, open_link
 from scheduler_service.wire import RuntimeFacts, StepRefusal
 
 START_TIMEOUT_S = 120.0

@@ -5,6 +5,9 @@
     │   ├── DrainingError               the scheduler is shutting down
     │   ├── RuntimeUnavailableError     there has been no runtime for longer than the limit
     │   ├── QueueWaitError              the request waited longer than it was willing to
+    │   ├── DataLossError               the runtime's page rows were found damaged, and not for the first time
+    │   ├── OutputUnreadError           the client did not take its tokens
+    │   ├── ListingTooLargeError        an answer that no message can hold
     │   └── RequestFailedError          the request's own step failed
     ├── RuntimeLinkError                the link to the runtime
     │   ├── RuntimeMismatchError        the two sides are configured differently; trying again cannot help
@@ -19,6 +22,15 @@ Errors of the core are in `scheduler_service.core.errors`.
 from __future__ import annotations
 
 from scheduler_service.core.errors import PagemirrorError
+
+MAX_DETAIL_BYTES = 1024
+"""Longest text of a status, and of what a peer says in a refusal or a status of its own."""
+
+
+def shorten(text: str, most: int = MAX_DETAIL_BYTES) -> str:
+    """`text`, cut to `most` bytes of UTF-8 with an ellipsis at the end; what UTF-8 cannot say becomes a question mark."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode("utf-8", "ignore") + "…"
 
 
 class ServiceError(PagemirrorError):
@@ -46,6 +58,33 @@ class QueueWaitError(ServiceError):
     def __init__(self, request_id: str, limit_ms: int) -> None:
         self.request_id, self.limit_ms = request_id, limit_ms
         super().__init__(f"request {request_id!r} was not admitted within max_queue_wait_ms = {limit_ms}")
+
+
+class DataLossError(ServiceError):
+    """The runtime's page rows were other than they should be, twice within the window."""
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        super().__init__(
+            f"the runtime's page rows were found damaged twice within {window_s:g} s (--verify-window);"
+            " the output of this request may be wrong, submit it again"
+        )
+
+
+class OutputUnreadError(ServiceError):
+    """A client left more of its request's output unread than may be kept for it."""
+
+    def __init__(self, request_id: str, limit: int) -> None:
+        self.request_id, self.limit = request_id, limit
+        super().__init__(f"request {request_id!r}: its output was left unread beyond {limit} values (--max-unread-tokens)")
+
+
+class ListingTooLargeError(ServiceError):
+    """The rows in use do not fit into one message."""
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        self.num_bytes, self.limit = num_bytes, limit
+        super().__init__(f"the rows in use take {num_bytes} bytes, a message has at most {limit}")
 
 
 class RequestFailedError(ServiceError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import replace
 from importlib.metadata import version
@@ -14,15 +15,18 @@ from pagemirror.v1 import generation_pb2, generation_pb2_grpc
 from scheduler_service.columns import float32_to_bytes, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.errors import BadParameterError
 from scheduler_service.core.ops import SamplingParams, TokenLogprobs
+from scheduler_service.core.parameters import MAX_BIAS_ENTRIES, MAX_STOP_IDS
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.states import State
 from scheduler_service.engine_loop import EngineLoop, SubmitOptions
+from scheduler_service.errors import ListingTooLargeError
 from scheduler_service.grpc_status import errors_as_status
-from scheduler_service.row_report import RequestSnapshot, report_rows, snapshot
-from scheduler_service.wire import sampling_from_proto
+from scheduler_service.row_report import RequestSnapshot, RowReport, report_rows, snapshot
+from scheduler_service.wire import MAX_MESSAGE_BYTES, sampling_from_proto
 
 DEFAULT_MAX_TOKENS = 16
 _LIST_ROWS_TIMEOUT_S = 60.0
+_PAIR_BYTES = 2048  # of a row in a listing, other than its pages: its request's id above all
 
 _REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -47,6 +51,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, engine: EngineLoop) -> None:
         self._engine = engine
+        self._listing = asyncio.Lock()
 
     @override
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
@@ -61,7 +66,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 while True:
                     tokens = await subscription.take()
                     response = _piece(tokens, subscription.take_logprobs())
-                    if not subscription.finished:
+                    if not subscription.exhausted:
                         await context.write(response)
                         continue
                     if subscription.error is not None:
@@ -100,7 +105,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         response = generation_pb2.ListRowsResponse()
         async with errors_as_status(context, "ListRows"):
             limit_s = min(context.time_remaining() or _LIST_ROWS_TIMEOUT_S, _LIST_ROWS_TIMEOUT_S)
-            report = await report_rows(self._engine, limit_s)
+            # One at a time: it is held as a whole in memory, and steps are planned in between.
+            async with self._listing:
+                report = await report_rows(self._engine, limit_s)
+            _check_size(report)
             response.session_no, response.step = report.session_no, report.step
             for pair in report.rows:
                 response.rows.append(
@@ -109,6 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         scheduler_pages=int32_to_bytes(pair.scheduler_pages),
                         mirror_pages=int32_to_bytes(pair.mirror_pages),
                         equal=pair.equal,
+                        rank=pair.rank,
                     )
                 )
         return response
@@ -151,6 +160,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             cached_pages=pages.cached,
             max_prompt_len=min(config.room, config.max_context - 1) if config.max_context else config.room,
             num_steps=engine.num_steps,
+            num_ranks=engine.link.num_ranks,
         )
 
 
@@ -158,6 +168,13 @@ def _options(request_id: str, request: generation_pb2.GenerateRequest, context: 
     queue_wait_ms = request.max_queue_wait_ms if request.HasField("max_queue_wait_ms") else None
     if queue_wait_ms == 0:
         raise BadParameterError(request_id, "max_queue_wait_ms", 0, "at least 1, or unset for no limit")
+    # Before anything is made of them: a message has room for millions.
+    if len(request.stop_token_ids) > 4 * MAX_STOP_IDS:
+        raise BadParameterError(
+            request_id, "stop_ids", f"{len(request.stop_token_ids) // 4} ids", f"at most {MAX_STOP_IDS} ids"
+        )
+    if (count := len(request.sampling.logit_bias)) > MAX_BIAS_ENTRIES:
+        raise BadParameterError(request_id, "logit_bias", f"{count} entries", f"at most {MAX_BIAS_ENTRIES} entries")
     return SubmitOptions(
         max_tokens=request.max_tokens if request.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         sampling=_sampling(request),
@@ -169,6 +186,13 @@ def _options(request_id: str, request: generation_pb2.GenerateRequest, context: 
         queue_wait_ms=queue_wait_ms,
         traceparent=_traceparent(context),
     )
+
+
+def _check_size(report: RowReport) -> None:
+    """Raises ListingTooLargeError."""
+    size = sum(_PAIR_BYTES + 4 * (len(pair.scheduler_pages) + len(pair.mirror_pages)) for pair in report.rows)
+    if size > MAX_MESSAGE_BYTES:
+        raise ListingTooLargeError(size, MAX_MESSAGE_BYTES)
 
 
 def _sampling(request: generation_pb2.GenerateRequest) -> SamplingParams:

@@ -16,11 +16,15 @@ import structlog
 
 from scheduler_service.core import errors as core_errors
 from scheduler_service.errors import (
+    DataLossError,
     DrainingError,
+    ListingTooLargeError,
+    OutputUnreadError,
     QueueWaitError,
     RequestFailedError,
     RuntimeLinkError,
     RuntimeUnavailableError,
+    shorten,
 )
 
 log = structlog.get_logger("pagemirror.rpc")
@@ -33,7 +37,10 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     core_errors.NotRunningError: grpc.StatusCode.FAILED_PRECONDITION,
     core_errors.CacheInUseError: grpc.StatusCode.FAILED_PRECONDITION,
     QueueWaitError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    OutputUnreadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ListingTooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RequestFailedError: grpc.StatusCode.INTERNAL,
+    DataLossError: grpc.StatusCode.DATA_LOSS,
     DrainingError: grpc.StatusCode.UNAVAILABLE,
     RuntimeUnavailableError: grpc.StatusCode.UNAVAILABLE,
     RuntimeLinkError: grpc.StatusCode.UNAVAILABLE,
@@ -41,17 +48,13 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
 
 UNKNOWN_ERROR_MESSAGE = "internal error; the scheduler's log has the details"
 
-# Statuses travel in HTTP/2 trailers, which many peers limit to 8 KiB; what is not ASCII takes three bytes for one there.
-_MAX_MESSAGE_CHARS = 1024
-
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Status and message for a client."""
+    """Status and message for a client; the message is short, since many peers limit HTTP/2 trailers to 8 KiB."""
     for kind in type(error).__mro__:
         code = STATUS_OF.get(kind)
         if code is not None:
-            message = str(error)
-            return code, message if len(message) <= _MAX_MESSAGE_CHARS else message[: _MAX_MESSAGE_CHARS - 1] + "…"
+            return code, shorten(str(error))
     return grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_MESSAGE
 
 

@@ -6,10 +6,14 @@ has no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import PagemirrorError
-from scheduler_service.core.ops import ForwardOp, StepResult
-from scheduler_service.scenario import VOCAB_SIZE
+from scheduler_service.core.ops import ForwardOp, Int32Array, StepResult
+from scheduler_service.scenario_events import VOCAB_SIZE
 from scheduler_service.wire import op_to_proto, result_from_proto
 
 
@@ -31,17 +35,32 @@ class InProcessRuntime:
         try:
             import torch
 
+            from runtime_service.executors.base import ExecutionResult
             from runtime_service.executors.fingerprint import FingerprintExecutor
+            from runtime_service.forward_batch import ForwardBatch
             from runtime_service.req_to_page import ReqToPage
             from runtime_service.session import SessionState
             from runtime_service.step_runner import StepRunner
         except ModuleNotFoundError as error:
             raise RuntimeMissingError(error.name or "torch") from error
+
+        class ShiftedFingerprint(FingerprintExecutor):
+            """A fingerprint model whose tokens are each moved by a number, so that a right read gives a token of our choice."""
+
+            shifts: Int32Array | None = None
+
+            def execute(self, batch: ForwardBatch) -> ExecutionResult:
+                result = super().execute(batch)
+                if self.shifts is not None:
+                    tokens = np.where(result.tokens < 0, result.tokens, (result.tokens + self.shifts) % VOCAB_SIZE)
+                    result = replace(result, tokens=tokens.astype(np.int32))
+                return result
+
         torch.set_num_threads(1)
         tail_only = config.refresh_policy is RefreshPolicy.TAIL_ONLY
         limits = (config.max_rows, config.max_pages_per_row, config.num_pages, config.page_size)
         self.mirror = ReqToPage(*limits, zero_fill=not tail_only)
-        self.model = FingerprintExecutor(config.num_pages, config.page_size)
+        self.model = ShiftedFingerprint(config.num_pages, config.page_size)
         self.model.poison()
         session = SessionState(*limits, VOCAB_SIZE, lenient=tail_only, greedy_only=True)
         self._runner = StepRunner(session, self.mirror, self.model)
@@ -52,12 +71,13 @@ class InProcessRuntime:
         """Begin a session, as a scheduler's hello does."""
         self._runner.open(1, session_no, self._overlap_depth)
 
-    def run(self, op: ForwardOp) -> StepResult | str:
-        """Execute one op; a refusal comes back as its text."""
+    def run(self, op: ForwardOp, shifts: Int32Array | None = None) -> StepResult | str:
+        """Execute one op; a refusal comes back as its text. `shifts` [R]: added to each row's token, modulo the vocabulary."""
         from runtime_service.wire import op_from_proto, result_to_proto
 
         sent = op_to_proto(op)
         received = op_from_proto(type(sent).FromString(sent.SerializeToString()))
+        self.model.shifts = shifts
         answer = self._runner.run(received)
         if isinstance(answer, Exception):
             return str(answer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
 
 from scheduler_service.errors import StartError
 
@@ -22,6 +23,9 @@ class Metrics:
         registry = self.registry
         self.requests = Counter("pagemirror_requests", "Requests accepted at submit.", registry=registry)
         self.refused = Counter("pagemirror_requests_refused", "Requests refused at submit.", ["error"], registry=registry)
+        self.calls_refused = Counter(
+            "pagemirror_calls_refused", "Calls that the public port refused or cut off.", ["reason"], registry=registry
+        )
         self.finished = Counter("pagemirror_requests_finished", "Requests that ended.", ["reason"], registry=registry)
         self.prompt_tokens = Counter("pagemirror_prompt_tokens", "Prompt tokens of accepted requests.", registry=registry)
         self.cached_tokens = Counter(
@@ -41,12 +45,24 @@ class Metrics:
         self.refreshed_rows = Counter("pagemirror_rows_refreshed", "Rows sent with full_refresh.", registry=registry)
         self.pages_sent = Counter("pagemirror_pages_sent", "Page ids sent to the runtime.", registry=registry)
         self.resets = Counter("pagemirror_resets", "Sessions given up for a new one.", ["cause"], registry=registry)
+        self.digests = Counter("pagemirror_digests", "Digests of mirror rows that were compared.", registry=registry)
+        self.digest_mismatches = Counter(
+            "pagemirror_digest_mismatches", "Steps in which the digest of a mirror row differed.", registry=registry
+        )
         self.connected = Gauge("pagemirror_runtime_connected", "1 while a runtime serves this scheduler.", registry=registry)
         self.live = Gauge("pagemirror_requests_live", "Live requests by state.", ["state"], registry=registry)
         self.pages = Gauge("pagemirror_pages", "Pages of the pool by use.", ["use"], registry=registry)
+        self.tasks = Gauge(
+            "pagemirror_asyncio_tasks", "Tasks of the event loop: a few, and some a live call.", registry=registry
+        )
+        ProcessCollector(registry=registry)  # open files, memory, CPU time
         # Label lookups cost a lock and a dict each: done once, since the fill is written many times a second.
         self._live = tuple(self.live.labels(state) for state in ("waiting", "running", "retracted"))
         self._pages = tuple(self.pages.labels(use) for use in ("free", "cached", "private"))
+
+    def watch_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have each scrape count the tasks of this loop."""
+        self.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
     def set_fill(self, live: tuple[int, int, int], pages: tuple[int, int, int]) -> None:
         """Present numbers of (waiting, running, retracted) requests and of (free, cached, private) pages."""

@@ -12,6 +12,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.states import State
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import LinkBrokenError, ProtocolError, RuntimeLinkError
+from scheduler_service.wire import MirrorRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,13 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RowPair:
-    """One row from both sides."""
+    """One row from both sides; of several ranks the mirror of `rank`: the first one that differs, or 0 when none does."""
 
     request: RequestSnapshot
     scheduler_pages: Int32Array
     mirror_pages: Int32Array
     equal: bool
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +91,28 @@ async def _read_quiet(engine: EngineLoop, timeout_s: float) -> RowReport | None:
     # Copies: clients may end or retract requests while the mirror is read.
     ours = {row: (snapshot(engine, request), pages.copy()) for row, (request, pages) in engine.core.rows().items()}
     try:
-        mirror = await engine.link.read_rows(list(ours), timeout_s)
+        mirrors = await engine.link.read_rows_of_all(list(ours), timeout_s)
     except RuntimeLinkError:
         if engine.connection.session_no != session_no or engine.link.broken:
             return None
         raise
     if engine.connection.session_no != session_no:
         return None
-    if (mirror.session_no, mirror.last_step) != (session_no, step):
-        raise ProtocolError(
-            f"the mirror is at step {mirror.last_step} of session {mirror.session_no},"
-            f" the scheduler at step {step} of session {session_no}"
-        )
+    for mirror in mirrors:
+        if (mirror.session_no, mirror.last_step) != (session_no, step):
+            raise ProtocolError(
+                f"the mirror is at step {mirror.last_step} of session {mirror.session_no},"
+                f" the scheduler at step {step} of session {session_no}"
+            )
     width = engine.facts.max_pages_per_row
-    pairs = []
-    for row, (request, pages) in sorted(ours.items()):
-        theirs = mirror.pages.get(row, np.empty(0, dtype=np.int32))
-        equal = np.array_equal(pages[:width], theirs) and mirror.row_lens.get(row) == len(pages)
-        pairs.append(RowPair(request, pages, theirs, equal))
+    pairs = [_pair(row, request, pages, mirrors, width) for row, (request, pages) in sorted(ours.items())]
     return RowReport(session_no, step, pairs)
+
+
+def _pair(row: int, request: RequestSnapshot, pages: Int32Array, mirrors: list[MirrorRows], width: int) -> RowPair:
+    nothing = np.empty(0, dtype=np.int32)
+    for rank, mirror in enumerate(mirrors):
+        theirs = mirror.pages.get(row, nothing)
+        if not np.array_equal(pages[:width], theirs) or mirror.row_lens.get(row) != len(pages):
+            return RowPair(request, pages, theirs, equal=False, rank=rank)
+    return RowPair(request, pages, mirrors[0].pages.get(row, nothing), equal=True)

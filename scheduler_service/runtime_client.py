@@ -18,7 +18,8 @@ import grpc
 import structlog
 
 from pagemirror.v1 import runtime_pb2, runtime_pb2_grpc
-from scheduler_service.channels import CLIENT_OPTIONS
+from scheduler_service.agreement import ExpectedShape
+from scheduler_service.channels import open_channel
 from scheduler_service.columns import int32_to_bytes
 from scheduler_service.core.ops import ForwardOp, StepResult
 from scheduler_service.errors import (
@@ -26,8 +27,9 @@ from scheduler_service.errors import (
     ProtocolError,
     RuntimeBusyError,
     RuntimeLinkError,
-    RuntimeMismatchError,
+    shorten,
 )
+from scheduler_service.tls import ClientTls, TlsFileError
 from scheduler_service.wire import (
     PROTOCOL_VERSION,
     MirrorRows,
@@ -42,10 +44,12 @@ from scheduler_service.wire import (
 
 log = structlog.get_logger("pagemirror.runtime_client")
 
+_EXECUTE = f"/{runtime_pb2.DESCRIPTOR.services_by_name['RuntimeService'].full_name}/Execute"
+
 
 @dataclass(frozen=True, slots=True)
 class LinkLimits:
-    """Time limits of a link, in seconds."""
+    """Time limits of a link, in seconds, and how it is secured."""
 
     heartbeat_timeout_s: float = 5.0
     """Silence after which the runtime counts as gone."""
@@ -53,30 +57,8 @@ class LinkLimits:
     """Longest time from sending an op to its answer, and for a hello (the runtime may still be compiling)."""
     close_timeout_s: float = 1.0
     """How long a close waits for the runtime to end the stream by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedShape:
-    """Values the scheduler's own configuration states; None: it takes what the runtime says."""
-
-    page_size: int | None = None
-    num_pages: int | None = None
-    max_rows: int | None = None
-    max_pages_per_row: int | None = None
-    vocab_size: int | None = None
-    max_context: int | None = None
-
-    @classmethod
-    def of(cls, facts: RuntimeFacts) -> ExpectedShape:
-        """What a later runtime must say so that a core configured from `facts` can go on with it."""
-        return cls(**{key: getattr(facts, key) for key in cls.__slots__})
-
-    def check(self, facts: RuntimeFacts) -> None:
-        """Raises RuntimeMismatchError, with both values, for the first value that disagrees."""
-        for key in self.__slots__:
-            configured, actual = getattr(self, key), getattr(facts, key)
-            if configured is not None and configured != actual:
-                raise RuntimeMismatchError(key, configured, actual)
+    tls: ClientTls | None = None
+    """Certificates, which are read again at each connect; None: plaintext."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +82,23 @@ class RuntimeLink:
         self._wake = wake
         self._session_no = 0
         self._in_flight: deque[tuple[int, int, float]] = deque()  # step, rows, time of sending
-        self._outbox: asyncio.Queue[runtime_pb2.ExecuteRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._reset_done = asyncio.Event()
         self._silent_ticks = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self._channel = grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        try:
+            self._channel = open_channel(target, limits.tls)
+        except TlsFileError as error:
+            raise LinkBrokenError(f"no TLS to {target}: {error}") from error
         self._stub = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
-        self._call: grpc.aio.StreamStreamCall[runtime_pb2.ExecuteRequest, runtime_pb2.ExecuteResponse] | None = None
+        self._call: grpc.aio.StreamStreamCall[bytes, runtime_pb2.ExecuteResponse] | None = None
 
     async def _open(self, scheduler_epoch: int, session_no: int, overlap_depth: int, expected: ExpectedShape) -> RuntimeFacts:
         self._session_no = session_no
-        self._call = self._stub.Execute()
+        # Not the stub's method: an op is serialised once, however many runtimes it goes to.
+        execute: grpc.aio.StreamStreamMultiCallable[bytes, runtime_pb2.ExecuteResponse]
+        execute = self._channel.stream_stream(_EXECUTE, None, runtime_pb2.ExecuteResponse.FromString)
+        self._call = execute()
         hello = runtime_pb2.SchedulerHello(
             protocol_version=PROTOCOL_VERSION,
             scheduler_epoch=scheduler_epoch,
@@ -123,7 +111,7 @@ class RuntimeLink:
         )
         try:
             async with asyncio.timeout(self._limits.step_timeout_s):
-                await self._call.write(runtime_pb2.ExecuteRequest(hello=hello))
+                await self._call.write(runtime_pb2.ExecuteRequest(hello=hello).SerializeToString())
                 reply = await self._call.read()
         except TimeoutError:
             raise LinkBrokenError(f"{self.target} did not answer the hello for {self._limits.step_timeout_s:g} s") from None
@@ -132,7 +120,7 @@ class RuntimeLink:
                 raise _broken(self.target, error) from error
             # Either the two sides disagree, which its facts show, or the runtime serves somebody else.
             expected.check(await self.read_facts())
-            raise RuntimeBusyError(f"{self.target} refuses the session: {error.details()}") from error
+            raise RuntimeBusyError(f"{self.target} refuses the session: {shorten(error.details() or '')}") from error
         if not isinstance(reply, runtime_pb2.ExecuteResponse):
             raise LinkBrokenError(f"{self.target} ended the stream instead of answering the hello")
         if reply.WhichOneof("message") != "hello":
@@ -148,12 +136,15 @@ class RuntimeLink:
         """Ops of the present session that were sent and not answered."""
         return len(self._in_flight)
 
-    def send(self, op: ForwardOp) -> None:
-        """Queue one op for the writer. Nothing is sent once the link is broken: the owner resets then."""
+    def send(self, op: ForwardOp, encoded: bytes | None = None) -> None:
+        """Queue one op for the writer. Nothing is sent once the link is broken: the owner resets then.
+
+        `encoded` is what `encode` made of the op, where it goes to several links.
+        """
         if op.session_no != self._session_no:
             raise ValueError(f"op of session {op.session_no} on a link of session {self._session_no}")
         self._in_flight.append((op.step, op.num_rows, asyncio.get_running_loop().time()))
-        self._outbox.put_nowait(runtime_pb2.ExecuteRequest(op=op_to_proto(op)))
+        self._outbox.put_nowait(encode(op) if encoded is None else encoded)
 
     async def reset(self, session_no: int) -> None:
         """Start session `session_no` on this stream; returns when nothing of an older one runs any more.
@@ -165,7 +156,8 @@ class RuntimeLink:
         self._in_flight.clear()
         self.answers.clear()
         self._reset_done.clear()
-        self._outbox.put_nowait(runtime_pb2.ExecuteRequest(reset=runtime_pb2.Reset(session_no=session_no)))
+        reset = runtime_pb2.ExecuteRequest(reset=runtime_pb2.Reset(session_no=session_no))
+        self._outbox.put_nowait(reset.SerializeToString())
         try:
             async with asyncio.timeout(self._limits.step_timeout_s):
                 await self._reset_done.wait()
@@ -269,19 +261,26 @@ class RuntimeLink:
         self._wake()
 
     async def _watch(self) -> None:
-        # Ticks without a message are counted instead of comparing clocks: when this process itself was stopped for a while,
-        # that is one tick, not proof that the runtime is gone.
-        limit = self._limits.heartbeat_timeout_s
-        tick = limit / 5
+        # Ticks are counted instead of comparing clocks: when this process itself was stopped for a while, that is one tick, not
+        # proof that the runtime is gone or slow.
+        limit, step_limit = self._limits.heartbeat_timeout_s, self._limits.step_timeout_s
+        tick = min(limit, step_limit) / 5
+        oldest, step_ticks = (0, 0), 0
         while self.broken is None:
             await asyncio.sleep(tick)
             self._silent_ticks += 1
-            if self._silent_ticks > 5:
+            awaited = (self._session_no, self._in_flight[0][0] if self._in_flight else 0)
+            step_ticks = step_ticks + 1 if awaited[1] and awaited == oldest else 0
+            oldest = awaited
+            if self._silent_ticks * tick > limit:
                 self._break(LinkBrokenError(f"no sign of life from {self.target} for {limit:g} s"))
-            elif self._in_flight:
-                step, _, sent_at = self._in_flight[0]
-                if asyncio.get_running_loop().time() - sent_at > self._limits.step_timeout_s:
-                    self._break(LinkBrokenError(f"step {step} took {self.target} over {self._limits.step_timeout_s:g} s"))
+            elif step_ticks * tick > step_limit:
+                self._break(LinkBrokenError(f"step {awaited[1]} took {self.target} over {step_limit:g} s"))
+
+
+def encode(op: ForwardOp) -> bytes:
+    """The op as the message that goes over the wire."""
+    return runtime_pb2.ExecuteRequest(op=op_to_proto(op)).SerializeToString()
 
 
 async def open_link(
@@ -310,4 +309,4 @@ async def open_link(
 
 
 def _broken(target: str, error: grpc.aio.AioRpcError) -> LinkBrokenError:
-    return LinkBrokenError(f"{target}: {error.code().name}: {error.details()}")
+    return LinkBrokenError(f"{target}: {error.code().name}: {shorten(error.details() or '')}")

@@ -6,19 +6,35 @@ YAML is read by PyYAML and checked by pydantic; every complaint names the file, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, StrictBool, StrictInt, ValidationError
 
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.errors import ConfigError, PagemirrorError
+from scheduler_service.scenario_events import (
+    EVENT_TYPES,
+    REQUEST_KEYS,
+    SWITCH_KEYS,
+    VOCAB_SIZE,
+    Complete,
+    Event,
+    Strict,
+    Submit,
+    TokenBudget,
+)
 
-VOCAB_SIZE = 997
-"""Of the fingerprint model, the only one that scenarios run."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # dumps can be long, and libyaml reads them four times as fast
 
-DEFAULT_MAX_TOKENS = 16
+
+class Results(StrEnum):
+    """What decides when results are handed to the scheduler."""
+
+    BY_DELAY = "by_delay"
+    BY_EVENT = "by_event"
 
 
 class ScenarioError(PagemirrorError):
@@ -30,65 +46,10 @@ class ScenarioError(PagemirrorError):
         super().__init__(f"{place}: {key}: {problem}" if key else f"{place}: {problem}")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Submit(_Strict):
-    """A request arrives."""
-
-    step: StrictInt = Field(ge=0)
-    submit: str = Field(min_length=1)
-    prompt: list[StrictInt]
-    max_tokens: StrictInt = DEFAULT_MAX_TOKENS
-    eos: list[StrictInt] = Field(default_factory=list)
-    priority: StrictInt = 0
-    prefix_cache: StrictBool = True
-
-
-class Retract(_Strict):
-    """A running request loses its row."""
-
-    step: StrictInt = Field(ge=0)
-    retract: str = Field(min_length=1)
-
-
-class Abort(_Strict):
-    """A client gives up."""
-
-    step: StrictInt = Field(ge=0)
-    abort: str = Field(min_length=1)
-
-
-class ResetPrefixCache(_Strict):
-    """The prefix cache is emptied."""
-
-    step: StrictInt = Field(ge=0)
-    reset_prefix_cache: StrictBool
-
-
-class RestartRuntime(_Strict):
-    """The runtime comes back with empty memory."""
-
-    step: StrictInt = Field(ge=0)
-    restart_runtime: StrictBool
-
-
 _Model = TypeVar("_Model", bound=BaseModel)
 
-Event = Submit | Retract | Abort | ResetPrefixCache | RestartRuntime
 
-_EVENT_TYPES: dict[str, type[Event]] = {
-    "submit": Submit,
-    "retract": Retract,
-    "abort": Abort,
-    "reset_prefix_cache": ResetPrefixCache,
-    "restart_runtime": RestartRuntime,
-}
-_REQUEST_KEYS = ("submit", "retract", "abort")
-
-
-class _File(_Strict):
+class _File(Strict):
     """The keys of a file beside its events, with their defaults."""
 
     page_size: StrictInt = 4
@@ -99,6 +60,7 @@ class _File(_Strict):
     chunk_size: StrictInt = 64
     refresh_policy: RefreshPolicy = RefreshPolicy.TRANSITION
     overlap_depth: StrictInt = 0
+    results: Results = Results.BY_DELAY
     mixed: StrictBool = True
     prefix_cache: StrictBool = True
     events: list[Any]
@@ -111,15 +73,21 @@ class Scenario:
     path: str
     config: SchedulerConfig
     events: tuple[Event, ...]
+    results: Results = Results.BY_DELAY
 
     @property
     def last_event_step(self) -> int:
         """Step of the last event; -1 when there is none."""
-        return max((event.step for event in self.events), default=-1)
+        return max((last_step(event) for event in self.events), default=-1)
 
     def with_policy(self, policy: RefreshPolicy) -> Scenario:
         """The same scenario under another refresh policy."""
         return replace(self, config=replace(self.config, refresh_policy=policy))
+
+
+def last_step(event: Event) -> int:
+    """The last step in which it happens."""
+    return event.step if not isinstance(event, Complete) or event.until is None else event.until
 
 
 def load_scenario(path: str | Path) -> Scenario:
@@ -140,8 +108,8 @@ def load_scenario(path: str | Path) -> Scenario:
 def parse_scenario(text: str, path: str) -> Scenario:
     """Read a scenario from text; `path` is used in messages. Raises ScenarioError."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        plain = yaml.safe_load(text)
+        root = yaml.compose(text, Loader=_LOADER)
+        plain = yaml.load(text, Loader=_LOADER)  # noqa: S506  (a safe loader, see above)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else None
@@ -157,7 +125,8 @@ def parse_scenario(text: str, path: str) -> Scenario:
         _event(entry, node, path, index) for index, (entry, node) in enumerate(zip(file.events, events_node.value, strict=True))
     )
     _refuse_repeated_ids(events, events_node, path)
-    return Scenario(path, config, events)
+    _refuse_contradictions(events, events_node, path, file)
+    return Scenario(path, config, events, file.results)
 
 
 def _config(file: _File, root: yaml.MappingNode, path: str) -> SchedulerConfig:
@@ -186,20 +155,20 @@ def _event(entry: object, node: yaml.Node, path: str, index: int) -> Event:
     if not isinstance(entry, dict) or not isinstance(node, yaml.MappingNode):
         raise ScenarioError(path, line, f"events[{index}]", "must be a mapping such as {step: 0, submit: A, prompt: [1, 2]}")
     _refuse_repeated_keys(node, path)
-    actions = [key for key in entry if key in _EVENT_TYPES]
+    actions = [key for key in entry if key in EVENT_TYPES]
     if len(actions) != 1:
         found = f"has {' and '.join(actions)}" if actions else "has none"
-        raise ScenarioError(path, line, f"events[{index}]", f"must have exactly one of {', '.join(_EVENT_TYPES)}; it {found}")
+        raise ScenarioError(path, line, f"events[{index}]", f"must have exactly one of {', '.join(EVENT_TYPES)}; it {found}")
     action = actions[0]
-    if action in _REQUEST_KEYS:
+    if action in REQUEST_KEYS:
         # An id is the text that stands in the file, also where YAML would read a number or a truth value.
         value = _child(node, action)
         if value is not None:
             if not isinstance(value, yaml.ScalarNode) or value.tag == "tag:yaml.org,2002:null":
                 raise ScenarioError(path, line, f"events[{index}].{action}", "must be a request's id")
             entry = {**entry, action: value.value}
-    event = _validate(_EVENT_TYPES[action], entry, node, path, ("events", index))
-    if isinstance(event, ResetPrefixCache | RestartRuntime) and not entry[action]:
+    event = _validate(EVENT_TYPES[action], entry, node, path, ("events", index))
+    if action in SWITCH_KEYS and not entry[action]:
         raise ScenarioError(path, _line(node, (action,)), f"events[{index}].{action}", "must be true")
     return event
 
@@ -268,3 +237,14 @@ def _refuse_repeated_ids(events: tuple[Event, ...], node: yaml.SequenceNode, pat
                 line = node.value[index].start_mark.line + 1
                 raise ScenarioError(path, line, f"events[{index}].submit", f"request {event.submit!r} is submitted twice")
             seen.add(event.submit)
+
+
+def _refuse_contradictions(events: tuple[Event, ...], node: yaml.Node, path: str, file: _File) -> None:
+    for index, event in enumerate(events):
+        if isinstance(event, Complete) and file.results is Results.BY_DELAY:
+            key, problem = "complete", f"is for files with `results: {Results.BY_EVENT}`"
+        elif isinstance(event, TokenBudget) and event.token_budget > file.token_budget:
+            key, problem = "token_budget", f"is {event.token_budget}, but must be at most {file.token_budget}, the file's own"
+        else:
+            continue
+        raise ScenarioError(path, _line(node, (index, key)), f"events[{index}].{key}", problem)

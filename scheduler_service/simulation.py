@@ -8,17 +8,32 @@ token against the definition of the model.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 import numpy as np
 
 from scheduler_service.core.errors import InternalError, RequestError
 from scheduler_service.core.invariants import audit, audit_op, audit_writes
-from scheduler_service.core.ops import ForwardOp, StepResult
+from scheduler_service.core.ops import ForwardOp, Int32Array, StepResult
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.in_process_runtime import InProcessRuntime
-from scheduler_service.scenario import VOCAB_SIZE, Abort, Event, ResetPrefixCache, Retract, Scenario, Submit
+from scheduler_service.scenario import Results, Scenario
+from scheduler_service.scenario_events import (
+    VOCAB_SIZE,
+    Abort,
+    Complete,
+    Event,
+    Fail,
+    FlushReleases,
+    ResetPrefixCache,
+    RestartRuntime,
+    Retract,
+    StepFailed,
+    Submit,
+    TokenBudget,
+)
 from scheduler_service.simulation_report import OpLine, StepLine, Summary
 
 MAX_IDLE_STEPS = 10_000
@@ -34,9 +49,11 @@ class Simulation:
         self.scheduler = Scheduler(scenario.config, keep_sent=True)
         self.runtime = InProcessRuntime(scenario.config)
         self.runtime.open(1)
-        self._events: deque[Event] = deque(sorted(scenario.events, key=lambda event: event.step))
+        self._events = [(event.step, place, event) for place, event in enumerate(scenario.events)]  # a heap
+        heapq.heapify(self._events)
         self._results: deque[tuple[int, StepResult]] = deque()
         self._sums: dict[str, _Fingerprint] = {}
+        self._scripted = any(isinstance(event, Submit) and event.output for event in scenario.events)
         self._step = 0
         self._given_up = False
         asked = sum(max(event.max_tokens, 0) for event in scenario.events if isinstance(event, Submit))
@@ -62,17 +79,29 @@ class Simulation:
         return line
 
     def _advance(self, line: StepLine) -> None:
-        while self._events and self._events[0].step <= self._step:
-            self._apply(self._events.popleft(), line)
+        depth, by_event = self.scenario.config.overlap_depth, self.scenario.results is Results.BY_EVENT
+        while self._events and self._events[0][0] <= self._step:
+            _, place, event = heapq.heappop(self._events)
+            self._apply(event, line)
+            if isinstance(event, Complete) and event.until is not None and event.until > self._step:
+                heapq.heappush(self._events, (self._step + 1, place, event))
+        if by_event:
+            self._complete(len(self._results) - depth)
         self._collect(line)
         op = self._plan(line)
         if op is not None:
             self._run(op, line)
         self._audit()
-        if self._results and self._results[0][0] <= self._step - self.scenario.config.overlap_depth:
-            self.scheduler.complete(self._results.popleft()[1])
+        if by_event:
+            self._complete(1 if op is None and not self._events else 0)
+        else:
+            self._complete(sum(step <= self._step - depth for step, _ in self._results))
         self._collect(line)
         self._audit()
+
+    def _complete(self, count: int) -> None:
+        for _ in range(min(count, len(self._results))):
+            self.scheduler.complete(self._results.popleft()[1])
 
     def _apply(self, event: Event, line: StepLine) -> None:
         scheduler = self.scheduler
@@ -85,11 +114,31 @@ class Simulation:
         elif isinstance(event, Abort):
             if event.abort in scheduler.requests:
                 scheduler.abort(event.abort)
+        elif isinstance(event, Fail):
+            if event.fail in scheduler.requests:
+                scheduler.fail_request(event.fail, "the scenario says so")
         elif isinstance(event, ResetPrefixCache):
             try:
-                scheduler.reset_prefix_cache()
+                scheduler.reset_prefix_cache(force=event.force)
             except RequestError as error:
                 line.refused.append(f"reset_prefix_cache:{error.code}")
+        elif isinstance(event, Complete):
+            self._complete(event.complete)
+        else:
+            self._apply_runtime_event(event)
+
+    def _apply_runtime_event(self, event: StepFailed | RestartRuntime | FlushReleases | TokenBudget) -> None:
+        scheduler = self.scheduler
+        if isinstance(event, StepFailed):
+            if event.step_failed <= scheduler.num_in_flight:
+                failed = scheduler.ops_in_flight()[event.step_failed - 1]
+                scheduler.note_failure(failed, event.rows, crashed=event.crashed)
+        elif isinstance(event, TokenBudget):
+            scheduler.set_token_budget(event.token_budget)
+        elif isinstance(event, FlushReleases):
+            op = scheduler.flush_releases()
+            if op is not None:
+                self._results.append((self._step, self._answer(op)))
         else:
             self._results.clear()
             scheduler.reset(scheduler.session_no + 1)
@@ -107,11 +156,12 @@ class Simulation:
                 stop_ids=event.eos,
                 priority=event.priority,
                 prefix_cache=event.prefix_cache,
+                cache_namespace=event.namespace,
             )
         except RequestError as error:
             summary.finish[name] = line.ended[name] = f"refused:{error.code}"
         else:
-            self._sums[name] = _Fingerprint(event.prompt)
+            self._sums[name] = _Fingerprint(event.prompt, event.output)
 
     def _plan(self, line: StepLine) -> ForwardOp | None:
         op = self.scheduler.plan()
@@ -139,14 +189,22 @@ class Simulation:
     def _run(self, op: ForwardOp, line: StepLine) -> None:
         for finding in (*audit_op(op), *audit_writes(self.scheduler, op)):
             self._report(finding)
-        answer = self.runtime.run(op)
-        if isinstance(answer, str):
-            self._report(f"step {self._step}: the runtime refused: {answer}")
-            answer = StepResult(op.session_no, op.step, np.where(op.sample, 0, -1).astype(np.int32))
-        self._results.append((self._step, answer))
+        self._results.append((self._step, self._answer(op)))
         line.applied = {planned.request: self.runtime.row(planned.row) for planned in line.ops}
         for violation in self.runtime.new_violations():
             self._report(f"step {self._step}: {violation}")
+
+    def _answer(self, op: ForwardOp) -> StepResult:
+        answer = self.runtime.run(op, self._shifts(op) if self._scripted else None)
+        if isinstance(answer, str):
+            self._report(f"step {self._step}: the runtime refused: {answer}")
+            answer = StepResult(op.session_no, op.step, np.where(op.sample, 0, -1).astype(np.int32))
+        return answer
+
+    def _shifts(self, op: ForwardOp) -> Int32Array:
+        lengths = (op.num_computed + op.input_lens).tolist()
+        shifts = [self._sums[r.request_id].shift(length) for r, length in zip(op.requests, lengths, strict=True)]
+        return np.array(shifts, dtype=np.int32)
 
     def _collect(self, line: StepLine) -> None:
         """Take over what the core has accepted and ended, and hold each token against the model's definition."""
@@ -208,15 +266,28 @@ class Simulation:
 
 
 class _Fingerprint:
-    """The model by its definition, over a request's own tokens: sum of (i + 1) * (tok_i + 1) mod 997."""
+    """The model by its definition, over a request's own tokens: sum of (i + 1) * (tok_i + 1) mod 997.
 
-    def __init__(self, prompt: list[int]) -> None:
-        self._length = len(prompt)
+    `output`: the first tokens that are to come instead. The model's are shifted to them, so that a wrong read still shows.
+    """
+
+    def __init__(self, prompt: list[int], output: list[int]) -> None:
+        self._prompt_len = self._length = len(prompt)
         self._sum = sum((i + 1) * (token + 1) for i, token in enumerate(prompt)) % VOCAB_SIZE
+        self._shifts: list[int] = []
+        total = self._sum
+        for i, token in enumerate(output, len(prompt)):
+            self._shifts.append((token - total) % VOCAB_SIZE)
+            total = (total + (i + 1) * (token + 1)) % VOCAB_SIZE
+
+    def shift(self, length: int) -> int:
+        """What is added to the token that follows `length` known ones."""
+        place = length - self._prompt_len
+        return self._shifts[place] if 0 <= place < len(self._shifts) else 0
 
     def accept(self, token: int) -> int:
         """The token that follows so far; then takes in the one that did."""
-        expected = self._sum
+        expected = (self._sum + self.shift(self._length)) % VOCAB_SIZE
         self._length += 1
         self._sum = (self._sum + self._length * (token + 1)) % VOCAB_SIZE
         return expected

@@ -28,11 +28,15 @@ from scheduler_service.core.errors import (
 )
 from scheduler_service.core.ops import ForwardOp
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.dump import dump_failure
+from scheduler_service.failures import Failures
 from scheduler_service.metrics import Metrics
-from scheduler_service.runtime_client import RuntimeLink
+from scheduler_service.recorder import RecordingScheduler
+from scheduler_service.runtime_group import Disagreement, RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.subscription import Subscribers
-from scheduler_service.wire import RefusalCode, RuntimeFacts, StepRefusal, check_message_limit
+from scheduler_service.verification import Verifier
+from scheduler_service.wire import RuntimeFacts, StepRefusal, check_message_limit
 
 log = structlog.get_logger("pagemirror.engine")
 
@@ -66,13 +70,14 @@ class StepLoop:
         self.failed = asyncio.Event()
         """Set when the loop ended by an error of our own; the process should end."""
         self._on_connected = on_connected
-        self._subscribers = Subscribers(self.metrics)
+        self._subscribers = Subscribers(self.metrics, settings.max_unread_tokens)
         self._wake = asyncio.Event()
         self._progress = asyncio.Event()
         self._num_pauses = 0
         self._flush_at: float | None = None  # None: not idle yet; _NEVER: nothing to tell until something changes
         self._fill_at = 0.0
         self._empty_plans = 0
+        self._ranks_disagree = False
         self._task: asyncio.Task[None] | None = None
         self.connection = RuntimeConnection(
             settings,
@@ -88,8 +93,8 @@ class StepLoop:
         return self.connection.facts
 
     @property
-    def link(self) -> RuntimeLink:
-        """The present stream to the runtime."""
+    def link(self) -> RuntimeGroup:
+        """The streams to the runtime, or to all of its ranks."""
         return self.connection.link
 
     async def start(self) -> None:
@@ -103,7 +108,10 @@ class StepLoop:
         try:
             check_message_limit(self.facts, self.settings.token_budget)
             self.config = self.settings.core_config(self.facts)
-            self.core = Scheduler(self.config, session_no=self.connection.session_no, keep_sent=self.settings.check)
+            kind = RecordingScheduler if self.settings.check else Scheduler
+            self.core = kind(self.config, self.connection.session_no)
+            self._failures = Failures(self.core, self.connection.cause_is_gone)
+            self._verifier = Verifier(self.core, self.metrics, self.settings.verify_window)
         except PagemirrorError:
             await self.connection.close()
             raise
@@ -140,8 +148,7 @@ class StepLoop:
         try:
             while True:
                 self._wake.clear()
-                trouble = self._take_answers() or (str(self.link.broken) if self.link.broken else "")
-                if trouble:
+                if trouble := self._take_answers() or self._break():
                     await self._recover(trouble)
                     continue
                 if not self._num_pauses:
@@ -151,39 +158,43 @@ class StepLoop:
                 self._publish()
                 self._write_fill()
                 await self._sleep()
-        except Exception:
+        except Exception as error:
             log.exception("engine_failed")
+            if isinstance(self.core, RecordingScheduler):
+                dump_failure(self.core, error, self.settings.dump_dir)
             self.failed.set()
             self._subscribers.finish_all(InternalError("the scheduler failed"))
             self.connection.set_connected(False)
             self._tell_progress()
 
     def _take_answers(self) -> str:
-        """Hand results to the core; the trouble as text if one is a refusal."""
+        """Hand results to the core; the trouble as text if one of them is none."""
         answers = self.link.answers
         while answers:
             answer = answers.popleft()
+            if isinstance(answer, Disagreement):
+                self._failures.note_failure(answer.rows)
+                self._ranks_disagree = True
+                return str(answer)
             if isinstance(answer.outcome, StepRefusal):
-                if answer.outcome.code is RefusalCode.OUT_OF_MEMORY:
-                    self._halve_token_budget()
+                self._failures.note_refusal(answer.outcome)
                 return str(answer.outcome)
+            if trouble := self._verifier.check(answer.outcome):
+                return trouble
             try:
                 self.core.complete(answer.outcome)
             except UnexpectedResultError as error:
+                self._failures.note_failure()
                 return str(error)
             self._note_step(answer.seconds)
         return ""
 
-    def _halve_token_budget(self) -> None:
-        """A step needed more memory than the runtime has: plan smaller ones, down to a page, for as long as this process lives.
-
-        It never grows back: what did not fit once would not fit again, and each attempt costs every running request a prefill.
-        """
-        before = self.core.token_budget
-        after = max(before // 2, min(before, self.config.page_size))
-        self.core.set_token_budget(after)
-        say = "token_budget_halved" if after < before else "token_budget_at_its_least"
-        log.warning(say, reason="the runtime ran out of memory in a step", before=before, after=after)
+    def _break(self) -> str:
+        """Why the link broke, or nothing. If it did with ops in flight, the oldest may be the reason."""
+        if self.link.broken is None:
+            return ""
+        self._failures.note_failure(crashed=True)
+        return str(self.link.broken)
 
     def _note_step(self, seconds: float) -> None:
         self.connection.trouble_is_over()
@@ -237,8 +248,13 @@ class StepLoop:
                 await self._wake.wait()
 
     async def _recover(self, trouble: str) -> None:
-        self.metrics.resets.labels("link" if self.link.broken else "refusal").inc()
-        await self.connection.recover(trouble, had_work=self.core.num_in_flight > 0)
+        cause = "digest" if self._verifier.pending else "link" if self.link.broken else "refusal"
+        if self._ranks_disagree:
+            self._ranks_disagree, cause = False, "ranks"
+        self.metrics.resets.labels(cause).inc()
+        self._publish()  # of the results before the trouble: what follows takes time, and clients may act meanwhile
+        await self._verifier.settle(self.link, self.end_all)
+        await self.connection.recover(trouble)
         if not self._subscribers:
             self.connection.trouble_is_over()
         self._tell_progress()
@@ -259,9 +275,15 @@ class StepLoop:
 
     def _publish(self) -> None:
         outputs = self.core.take_outputs()
+        if outputs.tokens:
+            self._failures.note_tokens()
         self._subscribers.deliver(outputs)
         if outputs.finished:
             self._tell_progress()
+        if overflowed := self._subscribers.take_overflowed():
+            for request_id in overflowed:
+                self.core.abort(request_id)
+            self._publish()
 
     def _write_fill(self) -> None:
         now = asyncio.get_running_loop().time()

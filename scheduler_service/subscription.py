@@ -1,8 +1,9 @@
-"""Clients' views of their requests: tokens pile up here until a stream takes them."""
+"""Clients' views of their requests: tokens pile up here until a stream takes them, up to a limit."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -10,7 +11,7 @@ import structlog
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.core.ops import TokenLogprobs
 from scheduler_service.core.request import FinishReason, Request
-from scheduler_service.errors import QueueWaitError, RequestFailedError
+from scheduler_service.errors import OutputUnreadError, QueueWaitError, RequestFailedError
 from scheduler_service.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -18,22 +19,54 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("pagemirror.engine")
 
+DEFAULT_MAX_UNREAD = 65_536
+_PIECE_VALUES = 8192  # of 4 or 8 bytes each: at most 64 KiB a message
+
 
 class Subscription:
     """Output of one live request.
 
-    What a slow client has not taken yet is one growing list, not a queue of messages: it is bounded by max_tokens, and the
-    client gets it in one piece.
+    What a slow client has not taken yet is one growing list, not a queue of messages, and the client gets it in few pieces.
+    When it would hold more than `max_unread` values the client loses it, and the request ends: see `overflowed`. A token is
+    one value; where log probabilities are wanted it is one more for its own and two for each of the others'.
     """
 
-    __slots__ = ("_changed", "_logprobs", "_tokens", "error", "finished", "queue_timer", "queue_wait_ms", "request")
+    __slots__ = (
+        "_changed",
+        "_logprobs",
+        "_max_unread",
+        "_most",
+        "_on_overflow",
+        "_piece",
+        "_tokens",
+        "error",
+        "finished",
+        "overflowed",
+        "queue_timer",
+        "queue_wait_ms",
+        "request",
+    )
 
-    def __init__(self, request: Request, queue_wait_ms: int | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        queue_wait_ms: int | None = None,
+        max_unread: int = DEFAULT_MAX_UNREAD,
+        on_overflow: Callable[[Subscription], None] = lambda subscription: None,
+    ) -> None:
+        num_logprobs = request.sampling.num_logprobs
+        values = 1 if num_logprobs is None else 2 + 2 * num_logprobs
+        self._max_unread = max_unread
+        self._most = max(1, max_unread // values)
+        self._on_overflow = on_overflow
+        self._piece = max(1, _PIECE_VALUES // values)
         self.request = request
         self.finished = False
         """The request is over; nothing is added any more."""
         self.error: PagemirrorError | None = None
         """Why it is over, where that is no ordinary end."""
+        self.overflowed = False
+        """The client left too much unread: what it did not take is dropped, and it is told so."""
         self.queue_wait_ms = queue_wait_ms
         self.queue_timer: asyncio.TimerHandle | None = None
         self._tokens: list[int] = []
@@ -42,6 +75,14 @@ class Subscription:
 
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Append one token, with its log probabilities where the request wants them."""
+        if len(self._tokens) >= self._most:
+            self._most = 0  # whatever else comes before the request is ended
+            self._tokens, self._logprobs = [], []
+            if not self.overflowed:
+                self.overflowed = True
+                self.error = OutputUnreadError(self.request.request_id, self._max_unread)
+                self._on_overflow(self)
+            return
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -55,26 +96,40 @@ class Subscription:
             self.queue_timer.cancel()
         self._changed.set()
 
+    @property
+    def exhausted(self) -> bool:
+        """The request is over and everything was taken."""
+        return self.finished and not self._tokens
+
     async def take(self) -> list[int]:
-        """Tokens since the last call; waits until there are some or the request is over (then the list may be empty)."""
+        """Tokens since the last call, as many as make one message; waits until there are some or the request is over (then the
+        list may be empty).
+        """
         await self._changed.wait()
-        if not self.finished:
-            self._changed.clear()
-        tokens, self._tokens = self._tokens, []
-        return tokens
+        tokens = self._tokens
+        if len(tokens) <= self._piece:
+            self._tokens = []
+            if not self.finished:
+                self._changed.clear()
+            return tokens
+        self._tokens = tokens[self._piece :]
+        return tokens[: self._piece]
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Log probabilities of the tokens that the last `take` returned, to be called at once; empty where none are wanted."""
-        logprobs, self._logprobs = self._logprobs, []
+        count = len(self._logprobs) - len(self._tokens)
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         return logprobs
 
 
 class Subscribers:
     """All live subscriptions; every token and every end reaches its own exactly once."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, max_unread: int = DEFAULT_MAX_UNREAD) -> None:
         self._metrics = metrics
+        self._max_unread = max_unread
         self._live: dict[str, Subscription] = {}
+        self._overflowed: list[str] = []
 
     def __len__(self) -> int:
         return len(self._live)
@@ -85,7 +140,8 @@ class Subscribers:
 
     def add(self, request: Request, queue_wait_ms: int | None) -> Subscription:
         """Subscribe to a request that was just submitted."""
-        subscription = self._live[request.request_id] = Subscription(request, queue_wait_ms)
+        subscription = Subscription(request, queue_wait_ms, self._max_unread, self._note_overflow)
+        self._live[request.request_id] = subscription
         self._metrics.requests.inc()
         self._metrics.prompt_tokens.inc(request.prompt_len)
         return subscription
@@ -114,6 +170,17 @@ class Subscribers:
             self._metrics.tokens.inc(len(outputs.tokens))
         for request in outputs.finished:
             self._finish(live.pop(request.request_id))
+
+    def _note_overflow(self, subscription: Subscription) -> None:
+        request_id = subscription.request.request_id
+        log.warning("client_reads_too_slowly", request_id=request_id, unread=self._max_unread)
+        self._metrics.calls_refused.labels("unread").inc()
+        self._overflowed.append(request_id)
+
+    def take_overflowed(self) -> list[str]:
+        """Ids of the live requests whose clients have left too much unread since the last call: they are to be ended."""
+        overflowed, self._overflowed = self._overflowed, []
+        return [request_id for request_id in overflowed if request_id in self._live]
 
     def _finish(self, subscription: Subscription) -> None:
         request = subscription.request

@@ -1,12 +1,20 @@
-"""`pagemirror up`: a scheduler and a local runtime as two processes over a unix socket, started and ended together."""
+"""`pagemirror up`: a scheduler and a local runtime as two processes over a unix socket, started and ended together.
+
+A runtime that dies is started again: the scheduler keeps its clients waiting, connects to the successor and goes on from the
+tokens it knows. Not started again is one that refuses its configuration, one that could not start in the first place, and
+one that died again and again without having served. The scheduler is not started again: its clients' streams end with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +24,14 @@ from scheduler_service.errors import StartError
 _MAX_SOCKET_PATH = 100  # bytes; the kernel's own limit is 107
 _RUNTIME_END_S = 15.0
 _KILL_AFTER_S = 5.0
+
+_BAD_CONFIGURATION = 2  # exit status
+_MAX_DEATHS = 5
+_DEATHS_WITHIN_S = 60.0
+_FIRST_BACKOFF_S = 0.25
+_LAST_BACKOFF_S = 4.0
+_READY = re.compile(rb"^pagemirror runtime ready on .*\bnum_pages (\d+)\b.*\n", re.MULTILINE)
+_MAX_LINE = 4096
 
 
 @dataclass(slots=True)
@@ -28,36 +44,63 @@ class UpOptions:
     device: str | None = None
 
 
+class RestartPolicy:
+    """Whether, and after which pause, a runtime that ended is started again. Pure: times are given, in seconds."""
+
+    def __init__(self) -> None:
+        self._deaths: deque[float] = deque()
+        self._has_served = False
+
+    def note_ready(self) -> None:
+        """A runtime serves: what was before is forgiven."""
+        self._has_served = True
+        self._deaths.clear()
+
+    def next_pause(self, status: int, now: float) -> float | None:
+        """Seconds to wait before the next start after an end with `status`; None: there is to be none."""
+        if status == _BAD_CONFIGURATION or (status > 0 and not self._has_served):
+            return None
+        self._deaths.append(now)
+        while now - self._deaths[0] > _DEATHS_WITHIN_S:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count >= _MAX_DEATHS:
+            return None
+        # The first death since it served may be an accident: no pause, clients wait.
+        return 0.0 if count == 1 else float(min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (count - 2)))
+
+
 class Pair:
-    """The two processes and how they end."""
+    """The two processes, and how they end."""
 
     def __init__(self, options: UpOptions, folder: Path) -> None:
         self._options = options
         self._socket = f"unix:{folder / 'runtime.sock'}"
         self._signals = 0
-        self._stopping = asyncio.Event()
+        self._stopping = False
         self._scheduler: asyncio.subprocess.Process | None = None
         self._runtime: asyncio.subprocess.Process | None = None
+        self._num_pages = ""  # that the first runtime had: the scheduler goes on with no other number
 
     async def run(self) -> int:
-        """Start both, wait for a signal or for one of them to end, end both; the exit status."""
+        """Start both, keep them until a signal or until one of them is gone for good, end both; the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        keeper: asyncio.Task[int] | None = None
         try:
             # Both at once: the scheduler waits for the runtime, and refuses a port in use at once.
-            parent = ("--exit-with-parent", str(os.getpid()))
+            keeper = asyncio.create_task(self._keep_runtime())
             addresses = ("--runtime", self._socket, "--listen", self._options.listen)
-            self._runtime = await _spawn(
-                ["runtime_service", "--listen", self._socket, *self._options.runtime_args, *parent],
-                environment=self._runtime_environment(),
-                stdout=sys.stderr.fileno(),
-            )
             self._scheduler = await _spawn(
-                ["scheduler_service.cli", "scheduler", *addresses, *self._options.scheduler_args, *parent]
+                ["scheduler_service.cli", "scheduler", *addresses, *self._options.scheduler_args, *_parent()]
             )
-            return await self._supervise(self._scheduler, self._runtime)
+            if self._stopping:
+                _terminate(self._scheduler)
+            return await self._supervise(self._scheduler, keeper)
         finally:
+            if keeper is not None:
+                await _cancel(keeper)
             for process in (self._scheduler, self._runtime):
                 if process is not None and process.returncode is None:
                     process.kill()
@@ -65,35 +108,67 @@ class Pair:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    async def _supervise(self, scheduler: asyncio.subprocess.Process, runtime: asyncio.subprocess.Process) -> int:
+    async def _supervise(self, scheduler: asyncio.subprocess.Process, keeper: asyncio.Task[int]) -> int:
         scheduler_end = asyncio.create_task(scheduler.wait())
-        runtime_end = asyncio.create_task(runtime.wait())
-        stop = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({scheduler_end, runtime_end, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if self._stopping.is_set():
-            # The signal went to the scheduler, which drains; the runtime is needed until it is done.
-            await asyncio.wait({scheduler_end, runtime_end}, return_when=asyncio.FIRST_COMPLETED)
-            if not scheduler_end.done():
-                _say("the runtime ended while the scheduler was draining", runtime.returncode)
-                _terminate(scheduler)
-                _terminate(scheduler)  # nothing is left to drain with
-            status = await _wait_or_kill(scheduler, _KILL_AFTER_S)
-            await _end(runtime)
-            return 0 if status in {0, -signal.SIGTERM} else 1
+        # Also after a signal, which went to the scheduler: it drains, and the runtime is needed until it is done.
+        await asyncio.wait({scheduler_end, keeper}, return_when=asyncio.FIRST_COMPLETED)
         if scheduler_end.done():
-            _say("the scheduler ended", scheduler.returncode)
-            await _end(runtime)
-            return scheduler.returncode if scheduler.returncode == 2 else 1
-        _say("the runtime ended", runtime.returncode)
+            await _cancel(keeper)
+            if not self._stopping:
+                _say("the scheduler ended", scheduler.returncode)
+            if self._runtime is not None:
+                await _end(self._runtime)
+            if self._stopping:
+                return 0 if scheduler.returncode in {0, -signal.SIGTERM} else 1
+            return scheduler.returncode if scheduler.returncode == _BAD_CONFIGURATION else 1
+        status = keeper.result()
         _terminate(scheduler)
-        _terminate(scheduler)
+        _terminate(scheduler)  # nothing is left to drain with
         await _wait_or_kill(scheduler, _KILL_AFTER_S)
-        return runtime.returncode if runtime.returncode == 2 else 1
+        return status if status == _BAD_CONFIGURATION else 1
+
+    async def _keep_runtime(self) -> int:
+        """Start the runtime, and again when it has ended; the last one's status when it is not to be started again."""
+        policy = RestartPolicy()
+        while True:
+            runtime = self._runtime = await _spawn(
+                ["runtime_service", "--listen", self._socket, *self._options.runtime_args, *self._same_pool(), *_parent()],
+                environment=self._runtime_environment(),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            # To the end of its output, which may be later than its own where a child of it has the pipe.
+            reader = asyncio.create_task(self._read_runtime(runtime, policy))
+            status = await runtime.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await reader
+            pause = policy.next_pause(status, asyncio.get_running_loop().time())
+            if pause is None:
+                _say("the runtime ended", status)
+                return status
+            _say("the runtime ended", status, f"; it is started again{f' in {pause:g} s' if pause else ''}")
+            await asyncio.sleep(pause)
+
+    async def _read_runtime(self, runtime: asyncio.subprocess.Process, policy: RestartPolicy) -> None:
+        """Pass its output on to stderr (stdout is for our own readiness line), and look for the line that says it serves."""
+        assert runtime.stdout is not None
+        last = b""
+        while data := await runtime.stdout.read(_MAX_LINE):
+            sys.stderr.write(data.decode(errors="replace"))
+            sys.stderr.flush()
+            last = (last + data)[-_MAX_LINE:]
+            if match := _READY.search(last):
+                self._num_pages = self._num_pages or match[1].decode()
+                policy.note_ready()
+                last = b""
+
+    def _same_pool(self) -> Sequence[str]:
+        # How many pages fit may depend on the free memory of the moment.
+        return ("--num-pages", self._num_pages) if self._num_pages else ()
 
     def _on_signal(self) -> None:
         self._signals += 1
-        self._stopping.set()
+        self._stopping = True
         if self._scheduler is not None:
             _terminate(self._scheduler)
         if self._signals > 2:
@@ -115,6 +190,9 @@ def run_up(options: UpOptions) -> int:
     Raises:
         StartError: no place for the socket.
     """
+    # The two meet at a socket in a folder of their own: certificates for their link are for other machines.
+    for name in [name for name in os.environ if name.startswith("PAGEMIRROR_RUNTIME_TLS_")]:
+        del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="pagemirror-", dir=socket_base()) as folder:
         return asyncio.run(_run_pair(options, Path(folder)))
 
@@ -132,6 +210,11 @@ def socket_base() -> str:
     raise StartError(f"no directory for the socket: {tempfile.gettempdir()} is too long a name, and /tmp is not writable")
 
 
+async def _cancel(task: asyncio.Task[int]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def _spawn(
     module_and_args: Sequence[str], environment: dict[str, str] | None = None, stdout: int | None = None
 ) -> asyncio.subprocess.Process:
@@ -147,6 +230,10 @@ async def _spawn(
         stdout=stdout,
         start_new_session=True,
     )
+
+
+def _parent() -> Sequence[str]:
+    return ("--exit-with-parent", str(os.getpid()))
 
 
 def _terminate(process: asyncio.subprocess.Process) -> None:
@@ -168,7 +255,7 @@ async def _wait_or_kill(process: asyncio.subprocess.Process, limit_s: float) -> 
         return await process.wait()
 
 
-def _say(what: str, status: int | None) -> None:
+def _say(what: str, status: int | None, then: str = "") -> None:
     how = f"by signal {signal.Signals(-status).name}" if status is not None and status < 0 else f"with status {status}"
-    sys.stderr.write(f"pagemirror up: {what} {how}\n")
+    sys.stderr.write(f"pagemirror up: {what} {how}{then}\n")
     sys.stderr.flush()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from pagemirror.v1 import forward_pb2, runtime_pb2
-from scheduler_service.columns import float32_of_peer, int32_of_peer, int32_to_bytes
+from scheduler_service.columns import float32_of_peer, int32_of_peer, int32_to_bytes, uint64_of_peer, uint64_to_bytes
 from scheduler_service.core.ops import (
     GREEDY,
     ForwardOp,
@@ -25,7 +25,7 @@ from scheduler_service.core.ops import (
     SamplingParams,
     StepResult,
 )
-from scheduler_service.errors import ProtocolError, RuntimeMismatchError
+from scheduler_service.errors import ProtocolError, RuntimeMismatchError, shorten
 
 PROTOCOL_VERSION = 1
 """Version of the private protocol that this scheduler speaks."""
@@ -36,6 +36,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_LEASE_BYTES = 32 * 1024 * 1024
 """Most that the lease starts of one op take, penalty histories included; less where the columns leave less."""
 
+_MAX_NAME_LEN = 4096
 _FIXED_ROW_BYTES = 64  # columns of one row other than its pages, rounded up
 
 
@@ -180,6 +181,9 @@ def op_to_proto(op: ForwardOp) -> forward_pb2.ForwardOp:
         sample=op.sample.astype(np.bool_, copy=False).tobytes(),
         released_rows=int32_to_bytes(op.released_rows),
         lease_starts=[lease_to_proto(lease) for lease in op.lease_starts],
+        row_digests=uint64_to_bytes(op.row_digests),
+        verify_rows=b"" if op.verify_rows is None else int32_to_bytes(op.verify_rows),
+        verify_digests=uint64_to_bytes(op.verify_digests),
     )
 
 
@@ -214,6 +218,8 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
         top_logprobs = float32_of_peer(message.top_logprobs, f"{where}: top_logprobs", size)
         result.top_tokens = top_tokens.reshape(num_rows, message.num_top)
         result.top_logprobs = top_logprobs.reshape(num_rows, message.num_top)
+    if message.digests:
+        result.digests = uint64_of_peer(message.digests, f"{where}: digests")
     return result
 
 
@@ -223,7 +229,7 @@ def refusal_from_proto(message: runtime_pb2.Refusal) -> StepRefusal:
         code, detail = RefusalCode(message.code), message.detail
     except ValueError:
         code, detail = RefusalCode.UNSPECIFIED, f"(code {message.code}) {message.detail}"
-    return StepRefusal(message.session_no, message.step, code, message.row, message.request_id, detail)
+    return StepRefusal(message.session_no, message.step, code, message.row, shorten(message.request_id), shorten(detail))
 
 
 def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
@@ -231,10 +237,13 @@ def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
 
     Raises:
         RuntimeMismatchError: it speaks another version of the protocol.
-        ProtocolError: the column of stop ids is malformed.
+        ProtocolError: the column of stop ids is malformed, or a name is too long.
     """
     if message.protocol_version != PROTOCOL_VERSION:
         raise RuntimeMismatchError("protocol_version", PROTOCOL_VERSION, message.protocol_version)
+    for name in ("model", "architecture", "tokenizer_path", "device", "dtype"):
+        if (length := len(getattr(message, name))) > _MAX_NAME_LEN:
+            raise ProtocolError(f"hello: {name} has {length} characters, but at most {_MAX_NAME_LEN} are taken")
     return RuntimeFacts(
         protocol_version=message.protocol_version,
         runtime_epoch=message.runtime_epoch,

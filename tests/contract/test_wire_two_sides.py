@@ -34,6 +34,7 @@ COLUMNS = [
     "released_rows",
 ]
 int32s = st.integers(-(2**31), 2**31 - 1)
+uint64s = st.integers(0, 2**64 - 1)
 names = st.text(max_size=20)
 
 
@@ -66,10 +67,15 @@ def forward_ops(draw: st.DrawFn) -> core_ops.ForwardOp:
     def flags() -> np.ndarray:
         return np.array(draw(st.lists(st.booleans(), max_size=6)), dtype=np.bool_)
 
+    def digests() -> np.ndarray:
+        return np.array(draw(st.lists(uint64s, max_size=6)), dtype=np.uint64)
+
+    rows = column()  # a lease start each, at most
+    asks = draw(st.booleans())
     return core_ops.ForwardOp(
         session_no=draw(st.integers(0, 2**64 - 1)),
         step=draw(st.integers(0, 2**64 - 1)),
-        req_pool_indices=column(),
+        req_pool_indices=rows,
         row_generations=column(),
         row_lens=column(),
         begins=column(),
@@ -92,8 +98,11 @@ def forward_ops(draw: st.DrawFn) -> core_ops.ForwardOp:
                 traceparent=draw(names),
                 history=np.array(draw(st.lists(int32s, max_size=5)), "<i4").tobytes(),
             )
-            for _ in range(draw(st.integers(0, 3)))
+            for _ in range(draw(st.integers(0, len(rows))))
         ],
+        row_digests=digests() if asks else None,
+        verify_rows=column() if asks else None,
+        verify_digests=digests() if asks else None,
     )
 
 
@@ -107,6 +116,10 @@ def test_op_arrives_as_it_was_sent(op: core_ops.ForwardOp) -> None:
         sent, got = getattr(op, name), getattr(arrived, name)
         assert got.dtype == sent.dtype, name
         assert got.tolist() == sent.tolist(), name
+    for name, kind in (("row_digests", np.uint64), ("verify_rows", np.int32), ("verify_digests", np.uint64)):
+        sent, got = getattr(op, name), getattr(arrived, name)
+        assert got.dtype == kind, name
+        assert got.tolist() == ([] if sent is None else sent.tolist()), name
     assert [dataclasses.asdict(lease) for lease in arrived.lease_starts] == [
         dataclasses.asdict(lease) for lease in op.lease_starts
     ]
@@ -128,6 +141,25 @@ def test_result_arrives_as_it_was_sent(rows: list[tuple[int, runtime_ops.RowStat
     assert arrived.tokens.tolist() == tokens.tolist()
     got = np.zeros(len(rows), np.uint8) if arrived.row_status is None else arrived.row_status
     assert got.tolist() == status.tolist()
+
+
+@given(st.lists(uint64s, max_size=6))
+def test_digests_arrive_as_they_were_sent(digests: list[int]) -> None:
+    """All 64 bits of each digest are equal on both sides, however many there are; none at all is None."""
+    result = runtime_ops.StepResult(7, 1, np.zeros(0, np.int32), np.zeros(0, np.uint8), digests=np.array(digests, np.uint64))
+    sent = runtime_wire.result_to_proto(result).SerializeToString()
+    arrived = scheduler_wire.result_from_proto(runtime_pb2.ExecuteResponse.FromString(sent).result, 0)
+    assert (arrived.digests.tolist() if arrived.digests is not None else []) == digests
+
+
+def test_digests_that_are_no_column_are_refused() -> None:
+    """Bytes that are no whole number of 64-bit entries are no digests, on either side."""
+    with pytest.raises(ProtocolError, match="digests: 12 bytes are no column of uint64"):
+        scheduler_wire.result_from_proto(forward_pb2.StepResult(digests=bytes(12)), 0)
+    for name in ("row_digests", "verify_digests"):
+        with pytest.raises(Refusal, match=f"{name} has 12 bytes") as caught:
+            runtime_wire.op_from_proto(forward_pb2.ForwardOp(step=3, **{name: bytes(12)}))
+        assert (caught.value.code, caught.value.step) == (runtime_ops.RefusalCode.MALFORMED, 3)
 
 
 @given(st.integers(1, 6), st.none() | st.integers(0, 20), st.data())

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from scheduler_service import cli_client
 from scheduler_service.cli import app
 from scheduler_service.client import Ending, Piece
+from scheduler_service.client_security import ClientSecurity
 
 ENDING = Ending("length", 3, 2, 0, 0)
 
@@ -22,8 +23,8 @@ class PlainClient:
     given: dict[str, Any]
     pieces: list[Piece]
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self, target: str, security: ClientSecurity) -> None:
+        self.target, self.security = target, security
 
     async def __aenter__(self) -> PlainClient:
         return self

@@ -22,6 +22,9 @@ CASES = [
     (core_errors.NotRunningError("a", "submitted"), grpc.StatusCode.FAILED_PRECONDITION),
     (core_errors.CacheInUseError(3), grpc.StatusCode.FAILED_PRECONDITION),
     (errors.QueueWaitError("a", 5), grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.OutputUnreadError("a", 5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.ListingTooLargeError(6, 5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.DataLossError(600), grpc.StatusCode.DATA_LOSS),
     (errors.RequestFailedError("a", "non-finite logits"), grpc.StatusCode.INTERNAL),
     (errors.DrainingError(), grpc.StatusCode.UNAVAILABLE),
     (errors.RuntimeUnavailableError(60, "gone"), grpc.StatusCode.UNAVAILABLE),
@@ -54,5 +57,21 @@ def test_our_own_fault_is_bland(error: Exception) -> None:
 def test_long_messages_are_cut() -> None:
     """A message fits into HTTP/2 trailers whatever a client sent."""
     _, message = status_of(core_errors.UnknownRequestError("x" * 5000))
-    assert len(message) == 1024
+    assert len(message.encode()) == 1024
     assert message.endswith("…")
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("x" * 1024, "x" * 1024),
+        ("x" * 1025, "x" * 1021 + "…"),
+        ("ü" * 512, "ü" * 512),
+        ("ü" * 513, "ü" * 510 + "…"),
+        ("a\ud800b", "a?b"),
+    ],
+    ids=["at the limit", "one more", "two bytes each", "not inside a character", "no text at all"],
+)
+def test_the_limit_is_in_bytes(text: str, cut: str) -> None:
+    """1,024 bytes of UTF-8 are kept, one more is cut between characters, and what cannot be sent is replaced."""
+    assert errors.shorten(text) == cut

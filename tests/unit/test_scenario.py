@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from scheduler_service.core.config import RefreshPolicy
-from scheduler_service.scenario import (
+from scheduler_service.scenario import Results, Scenario, ScenarioError, load_scenario, parse_scenario
+from scheduler_service.scenario_events import (
+    EVENT_TYPES,
     Abort,
+    Complete,
+    Fail,
+    FlushReleases,
     ResetPrefixCache,
     RestartRuntime,
     Retract,
-    Scenario,
-    ScenarioError,
+    StepFailed,
     Submit,
-    load_scenario,
-    parse_scenario,
+    TokenBudget,
 )
 
 _SUBMIT = "  - {step: 0, submit: A, prompt: [1, 2]}\n"
@@ -70,27 +74,48 @@ def test_every_key_is_read() -> None:
 
 
 def test_every_event_is_read() -> None:
-    """The five kinds of events, in file order, with their defaults."""
+    """Every kind of event, in file order, with its defaults."""
     scenario = _parse(
         """
+        results: by_event
         events:
-          - {step: 3, submit: A, prompt: [1, 2], max_tokens: 4, eos: [7], priority: -2, prefix_cache: false}
-          - {step: 0, submit: B, prompt: [3]}
-          - {step: 1, retract: A}
-          - {step: 2, abort: A}
+          - {step: 0, submit: A, prompt: [1, 2]}
+          - {step: 1, submit: B, prompt: [3], max_tokens: 2, eos: [7], priority: -1, prefix_cache: false, namespace: t,
+             output: [4]}
+          - {step: 2, retract: A}
+          - {step: 3, abort: B}
           - {step: 4, reset_prefix_cache: true}
+          - {step: 4, reset_prefix_cache: true, force: true}
           - {step: 5, restart_runtime: true}
+          - {step: 5, fail: A}
+          - {step: 5, step_failed: 1}
+          - {step: 5, step_failed: 2, rows: [3], crashed: true}
+          - {step: 6, flush_releases: true}
+          - {step: 6, token_budget: 64}
+          - {step: 6, complete: 2}
+          - {step: 6, complete: 1, until: 9}
         """
     )
+    defaults = {"max_tokens": 16, "eos": [], "priority": 0, "prefix_cache": True, "namespace": "", "output": []}
+    b = {"max_tokens": 2, "eos": [7], "priority": -1, "prefix_cache": False, "namespace": "t", "output": [4]}
     assert scenario.events == (
-        Submit(step=3, submit="A", prompt=[1, 2], max_tokens=4, eos=[7], priority=-2, prefix_cache=False),
-        Submit(step=0, submit="B", prompt=[3], max_tokens=16, eos=[], priority=0, prefix_cache=True),
-        Retract(step=1, retract="A"),
-        Abort(step=2, abort="A"),
-        ResetPrefixCache(step=4, reset_prefix_cache=True),
+        Submit.model_validate({"step": 0, "submit": "A", "prompt": [1, 2]} | defaults),
+        Submit.model_validate({"step": 1, "submit": "B", "prompt": [3]} | b),
+        Retract(step=2, retract="A"),
+        Abort(step=3, abort="B"),
+        ResetPrefixCache(step=4, reset_prefix_cache=True, force=False),
+        ResetPrefixCache(step=4, reset_prefix_cache=True, force=True),
         RestartRuntime(step=5, restart_runtime=True),
+        Fail(step=5, fail="A"),
+        StepFailed(step=5, step_failed=1, rows=[], crashed=False),
+        StepFailed(step=5, step_failed=2, rows=[3], crashed=True),
+        FlushReleases(step=6, flush_releases=True),
+        TokenBudget(step=6, token_budget=64),
+        Complete(step=6, complete=2, until=None),
+        Complete(step=6, complete=1, until=9),
     )
-    assert scenario.last_event_step == 5
+    assert scenario.results is Results.BY_EVENT
+    assert scenario.last_event_step == 9
 
 
 @pytest.mark.parametrize("name", ["7", "yes", "1.50", "'a b'", "0x10", "2024-01-01", "ä"])
@@ -159,6 +184,7 @@ def test_policy_can_be_replaced() -> None:
         ("events: []\npage_size: 0\n", 2, "page_size", "is 0, but must be an integer from 1"),
         ("events: []\nnum_pages: -3\n", 2, "num_pages", "is -3, but must be"),
         ("events: []\noverlap_depth: 3\n", 2, "overlap_depth", "is 3, but must be an integer from 0 to 2"),
+        ("events: []\nresults: soon\n", 2, "results", "is 'soon'"),
         ("events: []\nchunk_size: 99999999999\n", 2, "chunk_size", "is 99999999999, but must be"),
         # Events
         ("events:\n  - submit\n", 2, "events[0]", "must be a mapping"),
@@ -183,6 +209,12 @@ def test_policy_can_be_replaced() -> None:
         ("events:\n  - {step: 0, abort: A, prompt: [1]}\n", 2, "events[0].prompt", "is no key here"),
         ("events:\n  - {step: 0, step: 1, abort: A}\n", 2, "step", "is given twice"),
         ("events:\n  - {step: 0, reset_prefix_cache: false}\n", 2, "events[0].reset_prefix_cache", "must be true"),
+        ("events:\n  - {step: 0, flush_releases: false}\n", 2, "events[0].flush_releases", "must be true"),
+        ("events:\n  - {step: 0, submit: A, prompt: [1], output: [997]}\n", 2, "events[0].output[0]", "is 997"),
+        ("events:\n  - {step: 0, step_failed: 0}\n", 2, "events[0].step_failed", "is 0"),
+        ("events:\n  - step: 0\n    complete: 1\n", 3, "events[0].complete", "is for files with `results: by_event`"),
+        ("results: by_event\nevents:\n  - {step: 5, complete: 1, until: 4}\n", 3, "events[0]", "until is 4"),
+        ("events:\n  - {step: 0, token_budget: 65}\n", 2, "events[0].token_budget", "is 65, but must be at most 64"),
         ("events:\n  - {step: 0, restart_runtime: 1}\n", 2, "events[0].restart_runtime", "is 1"),
         ("events:\n" + _SUBMIT + "\n" + _SUBMIT, 4, "events[1].submit", "request 'A' is submitted twice"),
     ],
@@ -240,3 +272,11 @@ def test_file_is_loaded_under_its_given_name(tmp_path: Path) -> None:
     path = tmp_path / "ok.yaml"
     path.write_text("events: []\n", encoding="utf-8")
     assert load_scenario(path).path == str(path)
+
+
+def test_every_key_is_documented(project_root: Path) -> None:
+    """The reference names each key of a file and of each event."""
+    page = (project_root / "docs" / "scenario-files.md").read_text()
+    words = set(re.findall(r"`([a-z_]+)(?:: [^`]+)?`", page))
+    event_keys = {key for event in EVENT_TYPES.values() for key in event.model_fields}
+    assert (event_keys | {"page_size", "results", "prefix_cache"}) - {"step"} <= words

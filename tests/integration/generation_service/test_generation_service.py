@@ -119,7 +119,7 @@ async def test_bad_requests_change_nothing(stack_of: StackOf) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         info = (await client.info()).raw
         assert (info.num_waiting, info.num_running, info.num_retracted, info.free_pages) == (0, 0, 0, 64)
-        assert (info.num_steps, info.max_prompt_len) == (0, 16)
+        assert (info.num_steps, info.max_prompt_len, info.num_ranks) == (0, 16, 1)
         assert (await stack.run([1] * 16, 5))[1].reason == "length"
 
 

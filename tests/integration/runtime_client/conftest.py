@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import structlog
 
 from pagemirror.v1 import forward_pb2, runtime_pb2, runtime_pb2_grpc
 from runtime_service import wire as runtime_wire
 from runtime_service.errors import Refusal
 from runtime_service.executors.fingerprint import FingerprintExecutor
-from runtime_service.ops import RefusalCode
+from runtime_service.ops import RefusalCode, StepResult
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.session import SessionState
 from runtime_service.step_runner import StepRunner
@@ -29,7 +30,7 @@ from scheduler_service.engine_loop import EngineLoop, SubmitOptions
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.subscription import Subscription
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 VOCAB_SIZE = 997
 PROMPTS = {f"r{n}": [n, 2 * n + 1, 3, 4, 5, 6, 7 + n] for n in range(4)}
 
@@ -43,6 +44,9 @@ class Shape:
     max_rows: int = 8
     max_pages_per_row: int = 16
     protocol_version: int = 1
+    rank: int = 0
+    world_size: int = 1
+    model: str = "fingerprint"
 
 
 # What the runtime does instead of answering an op: it is given the number of the op over all sessions, from 1.
@@ -55,11 +59,19 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
 
     shape: Shape = field(default_factory=Shape)
     fault: Fault = lambda number: ""
+    kills: Callable[[forward_pb2.ForwardOp], bool] = lambda message: False
+    """Ops with which the stream breaks."""
+    refuses: Callable[[forward_pb2.ForwardOp], tuple[int, str] | None] = lambda message: None
+    """Row and request for whose sake an op is refused."""
     heartbeat_s: float = 0.02
     num_streams: int = 0
     num_resets: int = 0
     num_ops: int = 0
     num_late: int = 0
+    lie: Callable[[int, StepResult], None] = lambda number, result: None
+    """Changes the true result of the n-th op, over all sessions, before it is sent."""
+    ops: list[bytes] = field(default_factory=list)  # as they came
+    num_skipped: int = 0
     sessions: list[int] = field(default_factory=list)
     unanswered: int = 0
     most_unanswered: int = 0
@@ -86,11 +98,16 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
             max_rows=shape.max_rows,
             max_pages_per_row=shape.max_pages_per_row,
             vocab_size=VOCAB_SIZE,
-            model="fingerprint",
+            model=shape.model,
+            rank=shape.rank,
+            world_size=shape.world_size,
         )
 
     async def GetInfo(self, request: Any, context: Any) -> runtime_pb2.RuntimeInfo:
         return self.info()
+
+    async def ReadRows(self, request: runtime_pb2.ReadRowsRequest, context: Any) -> runtime_pb2.ReadRowsResponse:
+        return runtime_wire.rows_to_proto(self.runner.read_rows(runtime_wire.rows_from_proto(request)))
 
     async def Execute(self, requests: Any, context: Any) -> None:
         hello = (await anext(aiter(requests))).hello
@@ -142,11 +159,15 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
 
     async def _answer(self, message: forward_pb2.ForwardOp, context: Any) -> None:
         self.num_ops += 1
+        self.ops.append(message.SerializeToString())
         self.unanswered += 1
         self.most_unanswered = max(self.most_unanswered, self.unanswered)
         await asyncio.sleep(0)  # ops that were sent ahead arrive before this one is answered
         fault = self.fault(self.num_ops)
-        if fault == "break":
+        blamed = self.refuses(message)
+        if blamed:
+            fault = "refuse"
+        if fault == "break" or self.kills(message):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on demand")
         self.frozen |= fault == "freeze"
         self.silent |= fault in {"ignore", "freeze"}
@@ -155,13 +176,17 @@ class MisbehavingRuntime(runtime_pb2_grpc.RuntimeServiceServicer):
         if fault == "late":
             self.held = runtime_wire.result_to_proto(self.runner.run(runtime_wire.op_from_proto(message)))  # type: ignore[arg-type]
         if fault in {"refuse", "late"}:
-            refusal = Refusal(RefusalCode.GAP, 1, "a", "refused on demand", session_no=message.session_no, step=message.step)
+            refusal = Refusal(
+                RefusalCode.GAP, *(blamed or (1, "a")), "refused on demand", session_no=message.session_no, step=message.step
+            )
             response = runtime_wire.refusal_to_proto(self.runner.refuse(refusal))
         else:
             outcome = self.runner.run(runtime_wire.op_from_proto(message))
             if isinstance(outcome, Refusal):
+                self.num_skipped += outcome.code is RefusalCode.SKIPPED
                 response = runtime_wire.refusal_to_proto(outcome)
             else:
+                self.lie(self.num_ops, outcome)
                 if fault == "short":
                     outcome.tokens = outcome.tokens[:-1]
                     outcome.row_status = outcome.row_status[:-1]
@@ -219,19 +244,30 @@ class Clients:
                         raise subscription.error
                     return tokens
 
+    @staticmethod
+    def submit_all(engine: EngineLoop, num_tokens: int = 9) -> list[Subscription]:
+        """Submit all prompts at once."""
+        options = SubmitOptions(max_tokens=num_tokens)
+        return [engine.submit(name, np.array(prompt, np.int32), options) for name, prompt in PROMPTS.items()]
+
     async def run_all(self, engine: EngineLoop, num_tokens: int = 9) -> dict[str, list[int]]:
         """Run all prompts at once."""
-        options = SubmitOptions(max_tokens=num_tokens)
-        subscriptions = [engine.submit(name, np.array(prompt, np.int32), options) for name, prompt in PROMPTS.items()]
-        outputs = await asyncio.gather(*map(self.collect, subscriptions))
+        outputs = await asyncio.gather(*map(self.collect, self.submit_all(engine, num_tokens)))
         return dict(zip(PROMPTS, outputs, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _captured_logs() -> Iterator[None]:
+    """Steps fail here by the dozen, and structlog's default way of printing their tracebacks takes longer than all else."""
+    with structlog.testing.capture_logs():
+        yield
 
 
 @pytest.fixture
 def make_runtime() -> Callable[..., MisbehavingRuntime]:
     """A runtime with a fault, by default none; other keyword arguments are its shape."""
 
-    def make(fault: Fault = lambda number: "", **shape: int) -> MisbehavingRuntime:
+    def make(fault: Fault = lambda number: "", **shape: Any) -> MisbehavingRuntime:
         return MisbehavingRuntime(Shape(**shape), fault)
 
     return make

@@ -13,14 +13,14 @@ import pytest
 
 from scheduler_service.core.errors import InternalError
 from scheduler_service.engine_loop import EngineLoop, SubmitOptions
-from scheduler_service.errors import RuntimeUnavailableError
+from scheduler_service.errors import RequestFailedError, RuntimeUnavailableError
 from scheduler_service.settings import SchedulerSettings
 
 MakeRuntime = Callable[..., Any]
 Listening = Callable[..., AbstractAsyncContextManager[str]]
 EngineOn = Callable[..., AbstractAsyncContextManager[EngineLoop]]
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 async def test_first_numbers(make_runtime: MakeRuntime, listening: Listening, engine_on: EngineOn, clients: Any) -> None:
@@ -113,15 +113,31 @@ async def test_no_runtime_for_too_long_is_unavailable_and_comes_back(
         assert await clients.run_all(engine) == clients.expected
 
 
-async def test_fault_that_always_comes_back_ends_in_unavailable(
+async def test_fault_that_always_comes_back_ends_each_request(
     make_runtime: MakeRuntime, listening: Listening, engine_on: EngineOn, clients: Any
 ) -> None:
-    """An op that is refused each time does not loop for ever: its clients get UNAVAILABLE after runtime_timeout."""
+    """A runtime that lives and refuses each op does not make it loop for ever: every request ends, on its third refusal."""
     runtime = make_runtime(fault=lambda number: "refuse")
-    async with listening(runtime) as address, engine_on(address, runtime_timeout=0.4) as engine:
-        with pytest.raises(RuntimeUnavailableError, match="refused on demand"):
-            await clients.run_all(engine)
-        assert runtime.num_resets > 1
+    async with listening(runtime) as address, engine_on(address) as engine:
+        outcomes = await asyncio.gather(*map(clients.collect, clients.submit_all(engine)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [RequestFailedError] * 4
+        async with asyncio.timeout(LIMIT_S):
+            await engine.wait_quiet()
+        assert (runtime.num_resets, runtime.num_streams) == (12, 1)
+        runtime.fault = lambda number: ""
+        assert await clients.run_all(engine) == clients.expected
+
+
+async def test_runtime_that_is_lost_with_every_op_is_unavailable(
+    make_runtime: MakeRuntime, listening: Listening, engine_on: EngineOn, clients: Any
+) -> None:
+    """A stream that breaks with each op: clients get UNAVAILABLE when no session has lasted for runtime_timeout in all."""
+    runtime = make_runtime(fault=lambda number: "break")
+    async with listening(runtime) as address, engine_on(address, runtime_timeout=0.15) as engine:
+        outcomes = await asyncio.gather(*map(clients.collect, clients.submit_all(engine)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [RuntimeUnavailableError] * 4
+        assert "broken on demand" in str(outcomes[0])
+        assert runtime.num_streams > 2
         runtime.fault = lambda number: ""
         async with asyncio.timeout(LIMIT_S):
             await engine.wait_quiet()

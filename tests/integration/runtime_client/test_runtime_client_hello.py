@@ -68,10 +68,17 @@ async def test_runtime_that_serves_another_scheduler_is_waited_for(
             assert await clients.run_all(second) == clients.expected
 
 
-async def test_runtime_that_comes_back_with_another_shape_is_refused(
-    make_runtime: MakeRuntime, listening: Listening, engine_on: EngineOn, clients: Any
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"num_pages": 31}, "num_pages: the scheduler says 32, the runtime says 31"),
+        ({"model": "other"}, "model: the scheduler says fingerprint, the runtime says other"),
+    ],
+)
+async def test_runtime_that_comes_back_as_another_is_refused(
+    make_runtime: MakeRuntime, listening: Listening, engine_on: EngineOn, clients: Any, shape: dict[str, Any], words: str
 ) -> None:
-    """A successor with another pool cannot go on for the core: clients are told UNAVAILABLE with both values."""
+    """A successor with another pool, or another model, cannot go on: clients are told UNAVAILABLE with both values."""
     async with contextlib.AsyncExitStack() as stack:
         first = contextlib.AsyncExitStack()
         address = await first.enter_async_context(listening(make_runtime()))
@@ -79,6 +86,6 @@ async def test_runtime_that_comes_back_with_another_shape_is_refused(
         subscription = engine.submit("a", np.array([1, 2, 3], np.int32), SubmitOptions(max_tokens=50))
         await subscription.take()
         await first.aclose()
-        await stack.enter_async_context(listening(make_runtime(num_pages=31), address))
-        with pytest.raises(RuntimeUnavailableError, match="num_pages: the scheduler says 32, the runtime says 31"):
+        await stack.enter_async_context(listening(make_runtime(**shape), address))
+        with pytest.raises(RuntimeUnavailableError, match=words):
             await clients.collect(subscription)

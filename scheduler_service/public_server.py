@@ -1,0 +1,88 @@
+"""The public server: GenerationService, health and reflection behind the gate, with the limits of the settings."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagemirror.unreadable import UnreadableMessages
+from pagemirror.v1 import generation_pb2, generation_pb2_grpc
+from scheduler_service.call_gate import MAX_CHECKS, MAX_OTHER_CALLS, CallGate
+from scheduler_service.channels import bind, is_local, server_options
+from scheduler_service.engine_loop import EngineLoop
+from scheduler_service.generation_servicer import GenerationServicer
+from scheduler_service.metrics import Metrics
+from scheduler_service.settings import SchedulerSettings
+from scheduler_service.tokens import TokenFile
+
+log = structlog.get_logger("pagemirror.app")
+
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+_SPARE_CALLS = 64  # refused ones, while they are told so
+
+
+class HealthBoard:
+    """The health service: SERVING while a runtime serves us, under the empty name and under that of GenerationService."""
+
+    def __init__(self) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def show(self, serving: bool) -> None:
+        """Change the answer, from the next turn of the event loop on."""
+        states = health_pb2.HealthCheckResponse
+        status = states.SERVING if serving else states.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            task = asyncio.ensure_future(self.servicer.set(name, status))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+class PublicServer:
+    """A server that listens and does not serve yet. Must be made inside a running event loop.
+
+    Raises:
+        StartError: the address cannot be had, or a file of the settings cannot be used.
+    """
+
+    def __init__(self, settings: SchedulerSettings, metrics: Metrics, board: HealthBoard) -> None:
+        tokens = None if settings.token_file is None else TokenFile(settings.token_file)
+        self.gate = CallGate(
+            SERVICE_NAME,
+            metrics,
+            tokens=tokens,
+            max_calls=settings.max_streams,
+            write_timeout_s=settings.write_timeout,
+        )
+        self.server = grpc.aio.server(
+            interceptors=[self.gate, UnreadableMessages()],
+            options=server_options(
+                keepalive_s=settings.keepalive,
+                max_message_bytes=settings.max_message_mib * 2**20,
+                max_streams=settings.max_streams,
+                max_connections=settings.max_connections,
+            ),
+            maximum_concurrent_rpcs=settings.max_streams + MAX_CHECKS + MAX_OTHER_CALLS + _SPARE_CALLS,
+        )
+        self.address = bind(self.server, settings.listen, settings.tls)
+        if not is_local(settings.listen):
+            _warn(settings, self.address)
+        health_pb2_grpc.add_HealthServicer_to_server(board.servicer, self.server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+
+    def add(self, engine: EngineLoop) -> None:
+        """Serve this engine; before `start`."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), self.server)
+
+
+def _warn(settings: SchedulerSettings, address: str) -> None:
+    """What the operator of a port that other machines can reach should know of it."""
+    if settings.tls is None:
+        log.warning("plaintext_to_other_machines", address=address, reason="--insecure")
+    if settings.tls_ca is None and settings.token_file is None:
+        log.warning("anybody_may_call", address=address, reason="neither --token-file nor --tls-ca")
