@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Torch's threads otherwise spin against every other busy process.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help venv demo test smoke bench check protos docs model clean
+.PHONY: help venv demo test smoke soak bench check protos docs model clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,6 +26,9 @@ test: venv model ## the whole test suite
 
 smoke: venv model ## forty questions to a real model, alone and under page pressure: is it still right?
 	$(BIN)/python tools/accuracy_smoke.py
+
+soak: venv ## ten minutes of killed, stopped and cut off processes, with every output checked
+	$(BIN)/python benchmarks/soak.py --minutes 10
 
 bench: venv ## tokens per second beside transformers, and docs/performance.md from it
 	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json

@@ -79,17 +79,14 @@ async def test_drain_waits_for_the_last_request(
         assert await served.end() == 0, served.errors.read_text()
 
 
-@pytest.mark.parametrize("victim", ["runtime", "scheduler"])
-async def test_when_one_process_dies_the_other_is_ended(
-    commands: Any, child_env: dict[str, str], short_tmp: Path, victim: str
-) -> None:
-    """The death of either ends both, with a message and a status other than 0, and leaves no file behind."""
+async def test_when_the_scheduler_dies_the_runtime_is_ended(commands: Any, child_env: dict[str, str], short_tmp: Path) -> None:
+    """The scheduler's death ends both, with a message and a status other than 0, and leaves no file behind."""
     env = child_env | {"TMPDIR": str(short_tmp)}
     async with commands.serving(commands.up("--model", "fingerprint"), env, short_tmp / "log") as served:
         children = served.children()
-        os.kill(children[victim], signal.SIGKILL)
+        os.kill(children["scheduler"], signal.SIGKILL)
         assert await served.end() == 1
-        assert f"pagemirror up: the {victim} ended by signal SIGKILL" in served.errors.read_text()
+        assert "pagemirror up: the scheduler ended by signal SIGKILL" in served.errors.read_text()
         assert not any(map(commands.is_running, children.values()))
         assert [path for path in short_tmp.iterdir() if path.name != "log"] == []
 
