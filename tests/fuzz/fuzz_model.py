@@ -86,7 +86,7 @@ class RuntimeModel:
         self.last_step = 0
         self.leases: dict[int, Lease] = {}
         self.seen: dict[int, int] = {}
-        """Highest generation of each row number in this session."""
+        """Highest generation of each row number since the session began."""
         self.broken = False
         self.stored: deque[Result] = deque(maxlen=3)
 
