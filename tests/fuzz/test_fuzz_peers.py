@@ -201,8 +201,9 @@ async def test_cancelled_in_the_middle(stub: runtime_pb2_grpc.RuntimeServiceAsyn
     )
     for number in range(1, 61):
         call = stub.Execute()
-        op.session_no = number
-        messages = [hello(number), Request(op=op), Request(op=op), Request(reset=runtime_pb2.Reset(session_no=number))]
+        op.session_no = 2 * number
+        reset = runtime_pb2.Reset(session_no=2 * number + 1)
+        messages = [hello(2 * number), Request(op=op), Request(op=op), Request(reset=reset)]
         for sent in messages[: number % 5]:
             await within(call.write(sent))
         if number % 5 and number % 3 == 0:
