@@ -36,10 +36,14 @@ class Served:
             return await self.process.wait()
 
     def children(self) -> dict[str, int]:
-        """Process ids of its two children by what they are."""
-        found = {}
+        """Process ids of its two children by what they are; none when it has ended."""
+        found: dict[str, int] = {}
         pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            return found
+        for child in children:
             try:
                 words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
             except OSError:
