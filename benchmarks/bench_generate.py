@@ -26,16 +26,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _report import machine, progress
 from _workload import EQUAL_NEW, EQUAL_PROMPT, LENGTHS, MIXED_NEW, MIXED_PROMPT, MODEL, THREADS, Case, make_model
 
 HERE = Path(__file__).resolve().parent
@@ -67,11 +66,6 @@ def child(script: str, *arguments: str) -> list[Sample]:
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, [script, *arguments], done.stdout, done.stderr)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def progress(text: str) -> None:
-    """Say something on stderr; stdout is the report's."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def measure(model: Path, cases: list[Case], parties: list[str], rounds: int) -> tuple[dict[str, list[Sample]], dict[str, str]]:
@@ -141,29 +135,6 @@ def summarize(case: Case, parties: list[str], samples: dict[str, list[Sample]]) 
     return summary
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    names = [line.partition(":")[2].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    packages = {}
-    for package in ("torch", "transformers", "grpcio", "numpy", "pagemirror"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = "missing"
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "load_before": round(os.getloadavg()[0], 2),
-    }
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-
-
 def aims(cases: dict[str, Any]) -> list[dict[str, Any]]:
     """The ratios that are aimed at, and whether they were reached."""
     found = []
@@ -183,7 +154,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "quick": options.quick,
         "rounds": options.rounds,
         "threads": THREADS,
-        "machine": machine(),
+        "machine": machine("torch", "transformers", "grpcio", "numpy", "pagemirror"),
         "model": {"architecture": "LlamaForCausalLM", "dtype": "float32", **MODEL},
         "workload": {
             "equal": {"prompt": EQUAL_PROMPT, "new": EQUAL_NEW},

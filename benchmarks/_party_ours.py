@@ -1,0 +1,154 @@
+"""pagemirror's scheduler as a party of bench_scheduler.py and bench_scaling.py.
+
+The core and its side of the wire, in one process without a runtime: results are bytes that were made beforehand.
+
+A decode step has these stages: `plan` (`Scheduler.plan`), `encode` (op → message → bytes), `decode` (bytes of the result →
+message → columns) and `complete` (`Scheduler.complete`, and `take_outputs`, which has each token with its request). An
+admission has `submit` (from a numpy prompt), `plan` and `encode`; what follows when the request ends is `leave`, not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from time import perf_counter_ns
+
+import numpy as np
+from _scheduler_lines import PAGE_SIZE, PROMPT_TOKENS, VOCAB_SIZE, WARM_UP, num_pages, prompt_of_row, prompt_to_admit
+from _workers import Answer, serve
+
+from pagemirror.v1 import forward_pb2
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.ops import ForwardOp, StepResult
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.wire import op_to_proto, result_from_proto
+
+STEP_STAGES = ("plan", "encode", "decode", "complete")
+ADMISSION_STAGES = ("submit", "plan", "encode")
+
+
+def finish_step(scheduler: Scheduler, op: ForwardOp, token: int = 7) -> None:
+    """Answer an op at once; not timed."""
+    tokens = np.where(op.sample, np.int32(token), np.int32(-1)).astype(np.int32)
+    scheduler.complete(StepResult(op.session_no, op.step, tokens))
+    scheduler.take_outputs()
+
+
+def result_bytes(step: int, num_rows: int, token: int) -> bytes:
+    """What the runtime answers to a step in which every row samples."""
+    tokens = np.full(num_rows, token, np.int32).tobytes()
+    return forward_pb2.StepResult(session_no=1, step=step, tokens=tokens).SerializeToString()
+
+
+def timed_step(scheduler: Scheduler, num_rows: int, token: int = 7) -> list[int]:
+    """Nanoseconds of each stage of one decode step. Raises RuntimeError when it is not a step of so many decode rows."""
+    answer = result_bytes(scheduler.last_step + 1, num_rows, token)
+    begin = perf_counter_ns()
+    op = scheduler.plan()
+    planned = perf_counter_ns()
+    if op is None or op.num_rows != num_rows or op.num_extend_rows:
+        raise RuntimeError(f"a step of {num_rows} decode rows was to be planned, not {op}")
+    before_encoding = perf_counter_ns()
+    op_to_proto(op).SerializeToString()
+    encoded = perf_counter_ns()
+    result = result_from_proto(forward_pb2.StepResult.FromString(answer), num_rows)
+    decoded = perf_counter_ns()
+    scheduler.complete(result)
+    scheduler.take_outputs()
+    completed = perf_counter_ns()
+    return [planned - begin, encoded - before_encoding, decoded - encoded, completed - decoded]
+
+
+def fill_rows(scheduler: Scheduler, rows: int, context: int, max_tokens: int, vocab_size: int = VOCAB_SIZE) -> None:
+    """Bring so many rows of that context to decoding."""
+    for row in range(rows):
+        scheduler.submit(f"row-{row}", prompt_of_row(row, context, vocab_size), max_tokens=max_tokens)
+    num_decodes = 0
+    while num_decodes < rows:
+        op = scheduler.plan()
+        if op is None:
+            raise RuntimeError(f"{rows} rows of {context} tokens do not fit into this pool")
+        num_decodes = op.num_rows if op.num_extend_rows == 0 else 0
+        finish_step(scheduler, op)
+
+
+class Ours:
+    """State between the parent's requests."""
+
+    def __init__(self) -> None:
+        self._scheduler: Scheduler | None = None
+        self._rows = 0
+        self._number = 0
+
+    def rows(self, rows: int, context: int, steps: int) -> Answer:
+        """Set a decode line up, for so many timed steps."""
+        self._scheduler = None
+        gc.collect()
+        room = steps + WARM_UP + 8
+        config = SchedulerConfig(
+            PAGE_SIZE, num_pages(rows, context, room), rows, -(-(context + room) // PAGE_SIZE) + 1, VOCAB_SIZE,
+            token_budget=max(rows, 65_536), chunk_size=context,
+        )  # fmt: skip
+        self._scheduler, self._rows = Scheduler(config), rows
+        fill_rows(self._scheduler, rows, context, room)
+        self.steps(WARM_UP)
+        return {}
+
+    def steps(self, count: int) -> Answer:
+        """Time so many steps."""
+        assert self._scheduler is not None
+        samples = [timed_step(self._scheduler, self._rows) for _ in range(count)]
+        return {stage: list(times) for stage, times in zip(STEP_STAGES, zip(*samples, strict=True), strict=True)}
+
+    def idle(self) -> Answer:
+        """Set the admission lines up: nothing runs, and the pool holds some hundred prompts."""
+        self._scheduler = None
+        gc.collect()
+        pages_per_row = PROMPT_TOKENS // PAGE_SIZE + 4
+        config = SchedulerConfig(
+            PAGE_SIZE, 256 * pages_per_row, 64, pages_per_row, VOCAB_SIZE, token_budget=8192, chunk_size=PROMPT_TOKENS
+        )
+        self._scheduler = Scheduler(config)
+        for cached in (False, True):
+            self.admit(cached, WARM_UP)
+        return {}
+
+    def admit(self, cached: bool, count: int) -> Answer:
+        """Time so many admissions, one after the other; `cached`: of prompts that were here once, untimed, before."""
+        scheduler = self._scheduler
+        assert scheduler is not None
+        samples = []
+        for _ in range(count):
+            self._number += 1
+            prompt = prompt_to_admit(self._number)
+            if cached:
+                scheduler.submit(f"first-{self._number}", prompt, max_tokens=1)
+                while (op := scheduler.plan()) is not None:
+                    finish_step(scheduler, op)
+            name = str(self._number)
+            begin = perf_counter_ns()
+            scheduler.submit(name, prompt, max_tokens=1)
+            submitted = perf_counter_ns()
+            op = scheduler.plan()
+            planned = perf_counter_ns()
+            assert op is not None
+            op_to_proto(op).SerializeToString()
+            encoded = perf_counter_ns()
+            finish_step(scheduler, op)
+            left = perf_counter_ns()
+            found = int(op.num_computed[0])
+            if (found >= PROMPT_TOKENS - PAGE_SIZE) != cached or op.num_rows != 1 or scheduler.has_work:
+                raise RuntimeError(f"an admission with cached={cached} had {found} cached tokens")
+            samples.append([submitted - begin, planned - submitted, encoded - planned, left - encoded])
+        names = (*ADMISSION_STAGES, "leave")
+        return {stage: list(times) for stage, times in zip(names, zip(*samples, strict=True), strict=True)}
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    ours = Ours()
+    serve({"rows": ours.rows, "steps": ours.steps, "idle": ours.idle, "admit": ours.admit})
+
+
+if __name__ == "__main__":
+    main()

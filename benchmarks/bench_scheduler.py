@@ -1,0 +1,255 @@
+"""Microseconds that a scheduler takes for one step, beside the C++ schedulers of TokenSpeed.
+
+    python benchmarks/bench_scheduler.py [--json FILE] [--quick] [--rounds N]
+
+No model and no other process takes part: this is the time that one step costs the scheduler's process alone. Lines:
+
+    64 x 1k, 256 x 1k, 256 x 8k, 1024 x 1k   so many rows with so much context decode, one token a row a step, page 16
+    admit cold 1k                            one prompt of 1,024 tokens that nobody has sent before, nothing else running
+    admit cached 1k                          the same, of a prompt that was here before: all but the last page is cached
+
+Parties, and what counts of a decode step / of an admission:
+
+    ours                       pagemirror: plan, encode the op into the bytes of its message, decode the bytes of the result,
+                               complete, take the tokens out / submit a numpy prompt, plan, encode
+    tokenspeed_0.1.0           next_execution_plan, read the columns out, advance with a token for each row / make a request
+    tokenspeed_0.1.42          of a numpy prompt and submit it, next_execution_plan, read the columns out
+    tokenspeed_0.1.42_coarse   0.1.42 with prefixes shared by 64 tokens instead of a page of 16: it finds less, and is faster
+
+The peers have no wire, so they encode nothing: what they hand over stays lists and arrays in their process. Reading those out
+counts, because no runtime can do without; turning lists into arrays does not count, although it needs that, too. Nor does it
+count that stop tokens and length limits are their caller's business, while pagemirror's `complete` looks at both. The peers
+have the fastest settings found, see `_party_tokenspeed.py`. What follows when a request ends is measured as `leave`, and
+counted for nobody.
+
+Rows differ in length by up to a page, so that each step has rows that need a page. Each party runs in a process of its own, all
+set up at once and measured in turn, some milliseconds each, in an order that turns; figures are medians over all steps. Only
+ratios mean much elsewhere. Ratios are a peer's time divided by ours: above 1 pagemirror is faster.
+
+The peers come from PyPI into environments of their own below --peers, which are kept. A peer that cannot be installed is said
+so and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _peers import PeerMissingError, environment_with
+from _report import PLOTS, Report, machine, plot, print_table, progress, write_json
+from _scheduler_lines import LINES, PAGE_SIZE, PROMPT_TOKENS, QUICK_LINES, Line, line_named
+from _workers import Worker, WorkerError
+
+HERE = Path(__file__).resolve().parent
+OURS = "ours"
+PEERS = {
+    # party: version, prefix granularity
+    "tokenspeed_0.1.0": ("0.1.0", PAGE_SIZE),
+    "tokenspeed_0.1.42": ("0.1.42", PAGE_SIZE),
+    "tokenspeed_0.1.42_coarse": ("0.1.42", 64),
+}
+PARTIES = (OURS, *PEERS)
+STEPS, QUICK_STEPS = 24, 10  # of each round
+# line, party, at least: the peer's time divided by ours
+AIMS = (
+    ("256 x 1k", "tokenspeed_0.1.0", 5.0),
+    ("256 x 1k", "tokenspeed_0.1.42", 15.0),
+    ("256 x 8k", "tokenspeed_0.1.42", 100.0),
+    ("admit cold 1k", "tokenspeed_0.1.0", 0.5),
+    ("admit cold 1k", "tokenspeed_0.1.42", 4.0),
+    ("admit cached 1k", "tokenspeed_0.1.42", 2.0),
+)
+
+Samples = dict[str, dict[str, list[int]]]  # party → stage → nanoseconds
+
+
+def start(parties: list[str], folder: Path, workers: ExitStack) -> tuple[dict[str, Worker], dict[str, str]]:
+    """A worker for each party, and why there is none for others."""
+    found, missing = {}, {}
+    for party in parties:
+        if party == OURS:
+            command = [sys.executable, str(HERE / "_party_ours.py")]
+        else:
+            number, granularity = PEERS[party]
+            try:
+                python = environment_with(folder / f"tokenspeed-{number}", f"tokenspeed-scheduler=={number}", "numpy")
+            except PeerMissingError as error:
+                missing[party] = f"tokenspeed-scheduler {number} cannot be installed: {error}"
+                progress(f"{party} is left out: {missing[party]}")
+                continue
+            command = [str(python), str(HERE / "_party_tokenspeed.py"), str(granularity)]
+        found[party] = workers.enter_context(Worker(party, command))
+    return found, missing
+
+
+def measure(line: Line, workers: dict[str, Worker], rounds: int, steps: int, failed: dict[str, str]) -> Samples:
+    """Samples of one line. Parties that fail are taken out of `workers` and noted in `failed`."""
+    samples: Samples = {}
+
+    def ask(party: str, do: str, **fields: Any) -> None:
+        try:
+            answer = workers[party].ask(do, **fields)
+        except WorkerError as error:
+            failed[party] = f"{line.name}: {error}"
+            progress(f"{party} failed: {failed[party]}")
+            workers.pop(party).close()
+            samples.pop(party, None)
+            return
+        for stage, times in answer.items():
+            samples.setdefault(party, {}).setdefault(stage, []).extend(times)
+
+    for party in list(workers):
+        if line.rows:
+            ask(party, "rows", rows=line.rows, context=line.context, steps=rounds * steps)
+        else:
+            ask(party, "idle")
+    for number in range(rounds):
+        turn = list(workers)
+        shift = number % len(turn) if turn else 0
+        for party in turn[shift:] + turn[:shift]:
+            if line.rows:
+                ask(party, "steps", count=steps)
+            else:
+                ask(party, "admit", cached=line.cached, count=steps)
+    return samples
+
+
+def summarize(samples: Samples) -> Report:
+    """Medians of the stages and of their sum, in µs, and ratios."""
+    parties = {}
+    for party, stages in samples.items():
+        leave = stages.pop("leave", None)
+        totals = [sum(times) / 1e3 for times in zip(*stages.values(), strict=True)]
+        parties[party] = {
+            "us": round(median(totals), 2),
+            "fastest_us": round(min(totals), 2),
+            "num_samples": len(totals),
+            "stages_us": {stage: round(median(times) / 1e3, 2) for stage, times in stages.items()},
+            **({} if leave is None else {"leave_us": round(median(leave) / 1e3, 2)}),
+        }
+    line: Report = {"parties": parties}
+    if OURS in parties:
+        for party in PEERS:
+            if party in parties:
+                line[f"ratio_vs_{party}"] = round(parties[party]["us"] / parties[OURS]["us"], 2)
+    return line
+
+
+def aims(lines: Report) -> list[Report]:
+    """The ratios that are aimed at, and whether they were reached; those of parties that did not run are left out."""
+    found = []
+    for line, party, aim in AIMS:
+        value = lines.get(line, {}).get(f"ratio_vs_{party}")
+        if value is not None:
+            found.append({"line": line, "party": party, "aim": aim, "value": value, "reached": value >= aim})
+    return found
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Everything, as one JSON object."""
+    steps = QUICK_STEPS if options.quick else STEPS
+    lines: Report = {}
+    report: Report = {
+        "benchmark": "scheduler",
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "steps_per_round": steps,
+        "page_size": PAGE_SIZE,
+        "prompt_tokens": PROMPT_TOKENS,
+        "machine": machine("pagemirror", "numpy", "protobuf"),
+        "lines": lines,
+    }
+    with ExitStack() as stack:
+        workers, report["missing"] = start(options.parties, options.peers, stack)
+        for name in options.lines:
+            samples = measure(line_named(name), workers, options.rounds, steps, report["missing"])
+            lines[name] = summarize(samples)
+            said = ", ".join(f"{party} {row['us']:,.1f}" for party, row in lines[name]["parties"].items())
+            progress(f"{name}: {said} µs")
+    report["aims"] = aims(lines)
+    return report
+
+
+def print_report(report: Report) -> None:
+    """The table for a reader."""
+    parties = [party for party in PARTIES if any(party in line["parties"] for line in report["lines"].values())]
+    peers = [party for party in parties if party != OURS]
+    rows = []
+    for name, line in report["lines"].items():
+        times = [f"{line['parties'][party]['us']:,.1f}" if party in line["parties"] else "-" for party in parties]
+        ratios = [f"{line[f'ratio_vs_{party}']:,.2f}" if f"ratio_vs_{party}" in line else "-" for party in peers]
+        rows.append([name, *times, *ratios])
+    print("medians in µs; ratios: the peer's time divided by ours")
+    print_table(["line", *(f"{party}" for party in parties), *(f"ratio_vs_{party}" for party in peers)], rows)
+    print("\nstages of ours in µs")
+    for name, line in report["lines"].items():
+        if OURS in line["parties"]:
+            row = line["parties"][OURS]
+            stages = row["stages_us"] | ({"(leave, not counted)": row["leave_us"]} if "leave_us" in row else {})
+            print(f"    {name:<16} " + ", ".join(f"{stage} {value:,.1f}" for stage, value in stages.items()))
+    print("\ncounted: ours with encoding and decoding of the step's messages; the peers without a wire, reading out included")
+    for aim in report["aims"]:
+        reached = "" if aim["reached"] else ", NOT REACHED"
+        print(f"{aim['line']}: {aim['value']:.2f} x of {aim['party']}, aimed at {aim['aim']:g}{reached}")
+    for party, why in report["missing"].items():
+        print(f"{party} did not run: {why}")
+
+
+def draw(report: Report, folder: Path) -> None:
+    """Bars of every line, on a logarithmic axis."""
+    with plot(folder / "scheduler.svg", width=9, height=4) as axes:
+        if axes is None:
+            return
+        (axis,) = axes
+        names = list(report["lines"])
+        parties = [party for party in PARTIES if any(party in line["parties"] for line in report["lines"].values())]
+        width = 0.8 / max(1, len(parties))
+        colours = ["#1b6ca8", "#e07b39", "#8c564b", "#c9a58f"]
+        for index, party in enumerate(parties):
+            places = [number + (index - (len(parties) - 1) / 2) * width for number in range(len(names))]
+            values = [report["lines"][name]["parties"].get(party, {}).get("us", float("nan")) for name in names]
+            label = "pagemirror" if party == OURS else party.replace("_", " ")
+            bars = axis.bar(places, values, width * 0.95, label=label, color=colours[PARTIES.index(party)])
+            axis.bar_label(bars, [f"{value:,.0f}" for value in values], fontsize=6, padding=1)
+        axis.set_yscale("log")
+        axis.set_xticks(range(len(names)), names)
+        axis.set_ylabel("µs, median (logarithmic)")
+        axis.set_title("Scheduler: one decode step of rows x context, one admission")
+        axis.legend(frameon=False, fontsize=8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to this file")
+    parser.add_argument("--quick", action="store_true", help="two short rounds, without the two largest lines")
+    parser.add_argument("--rounds", type=int, help=f"rounds of {STEPS} steps a party  [default: 8, with --quick 2]")
+    parser.add_argument("--lines", nargs="+", choices=[line.name for line in LINES], metavar="LINE", help="only these lines")
+    parser.add_argument("--parties", nargs="+", choices=PARTIES, default=list(PARTIES), help="only these  [default: all]")
+    parser.add_argument(
+        "--peers", type=Path, default=HERE.parent / "build" / "peers", metavar="FOLDER",
+        help="where the peers' environments are kept  [default: build/peers of the project]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plots", type=Path, default=PLOTS, metavar="FOLDER", help="where to draw  [default: docs/performance]"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="draw nothing; --quick draws nothing either")
+    options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = 2 if options.quick else 8
+    if options.rounds < 1:
+        parser.error("--rounds takes a number from 1")
+    options.lines = options.lines or list(QUICK_LINES if options.quick else [line.name for line in LINES])
+    report = run(options)
+    write_json(options.json, report)
+    print_report(report)
+    if not (options.quick or options.no_plot):
+        draw(report, options.plots)
+    return 0 if any(line["parties"] for line in report["lines"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
