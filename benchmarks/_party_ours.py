@@ -47,7 +47,8 @@ def timed_step(scheduler: Scheduler, num_rows: int, token: int = 7) -> list[int]
     op = scheduler.plan()
     planned = perf_counter_ns()
     if op is None or op.num_rows != num_rows or op.num_extend_rows:
-        raise RuntimeError(f"a step of {num_rows} decode rows was to be planned, not {op}")
+        found = "nothing" if op is None else f"{op.num_rows} rows, {op.num_extend_rows} of them with prompts"
+        raise RuntimeError(f"a step of {num_rows} decode rows was to be planned, not of {found}")
     before_encoding = perf_counter_ns()
     op_to_proto(op).SerializeToString()
     encoded = perf_counter_ns()
@@ -60,7 +61,7 @@ def timed_step(scheduler: Scheduler, num_rows: int, token: int = 7) -> list[int]
 
 
 def fill_rows(scheduler: Scheduler, rows: int, context: int, max_tokens: int, vocab_size: int = VOCAB_SIZE) -> None:
-    """Bring so many rows of that context to decoding."""
+    """Bring so many rows of that context to decoding, in one step: the scheduler's budget and chunks hold them."""
     for row in range(rows):
         scheduler.submit(f"row-{row}", prompt_of_row(row, context, vocab_size), max_tokens=max_tokens)
     num_decodes = 0
@@ -87,7 +88,7 @@ class Ours:
         room = steps + WARM_UP + 8
         config = SchedulerConfig(
             PAGE_SIZE, num_pages(rows, context, room), rows, -(-(context + room) // PAGE_SIZE) + 1, VOCAB_SIZE,
-            token_budget=max(rows, 65_536), chunk_size=context,
+            token_budget=rows * context, chunk_size=context,
         )  # fmt: skip
         self._scheduler, self._rows = Scheduler(config), rows
         fill_rows(self._scheduler, rows, context, room)

@@ -82,7 +82,7 @@ class TokenSpeed:
         gc.collect()
         room = steps + WARM_UP + 8
         pages = num_pages(rows, context, room + self._granularity)
-        scheduler = make_scheduler(rows, pages, max(rows, 65_536), self._granularity)
+        scheduler = make_scheduler(rows, pages, rows * context, self._granularity)
         scheduler.submit_requests([self._spec(str(row), prompt_of_row(row, context), room) for row in range(rows)])
         self._scheduler, self._rows = scheduler, rows
         while scheduler.decoding_size() < rows:
