@@ -30,9 +30,12 @@ smoke: venv model ## forty questions to a real model, alone and under page press
 soak: venv ## ten minutes of killed, stopped and cut off processes, with every output checked
 	$(BIN)/python benchmarks/soak.py --minutes 10
 
-bench: venv ## tokens per second beside transformers, and docs/performance.md from it
+bench: venv ## measure beside transformers and TokenSpeed's schedulers, and write docs/performance.md from it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/bench_scheduler.py --json build/bench-scheduler.json
+	$(BIN)/python benchmarks/bench_scaling.py --json build/bench-scaling.json
 	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json
-	$(BIN)/python tools/write_performance.py build/bench-generate.json
+	$(BIN)/python tools/write_performance.py build/bench-{scheduler,scaling,generate}.json
 
 check: venv ## lint, format, types, dependency contracts, generated files
 	$(BIN)/ruff check .

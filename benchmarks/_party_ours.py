@@ -4,16 +4,21 @@ The core and its side of the wire, in one process without a runtime: results are
 
 A decode step has these stages: `plan` (`Scheduler.plan`), `encode` (op → message → bytes), `decode` (bytes of the result →
 message → columns) and `complete` (`Scheduler.complete`, and `take_outputs`, which has each token with its request). An
-admission has `submit` (from a numpy prompt), `plan` and `encode`; what follows when the request ends is `leave`, not counted.
+admission has `submit` (from a numpy prompt) and `plan`, whose op has the prompt's columns; `encode` and what follows when the
+request ends, `leave`, are not counted.
 """
 
 from __future__ import annotations
 
+import cProfile
 import gc
-import os
+import pstats
+from pathlib import Path
+from statistics import median
 from time import perf_counter_ns
 
 import numpy as np
+import numpy.typing as npt
 from _scheduler_lines import PAGE_SIZE, PROMPT_TOKENS, VOCAB_SIZE, WARM_UP, num_pages, prompt_of_row, prompt_to_admit
 from _workers import Answer, serve
 
@@ -24,7 +29,8 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.wire import op_to_proto, result_from_proto
 
 STEP_STAGES = ("plan", "encode", "decode", "complete")
-ADMISSION_STAGES = ("submit", "plan", "encode")
+ADMISSION_STAGES = ("submit", "plan", "encode", "leave")
+MOST_FUNCTIONS = 12
 
 
 def finish_step(scheduler: Scheduler, op: ForwardOp, token: int = 7) -> None:
@@ -114,7 +120,7 @@ class Ours:
             self.admit(cached, WARM_UP)
         return {}
 
-    def admit(self, cached: bool, count: int) -> Answer:
+    def admit(self, cached: bool, count: int, *, profile: cProfile.Profile | None = None) -> Answer:
         """Time so many admissions, one after the other; `cached`: of prompts that were here once, untimed, before."""
         scheduler = self._scheduler
         assert scheduler is not None
@@ -126,13 +132,11 @@ class Ours:
                 scheduler.submit(f"first-{self._number}", prompt, max_tokens=1)
                 while (op := scheduler.plan()) is not None:
                     finish_step(scheduler, op)
-            name = str(self._number)
+            if profile is None:
+                op, times = self._enter(scheduler, prompt)
+            else:
+                op, times = profile.runcall(self._enter, scheduler, prompt)
             begin = perf_counter_ns()
-            scheduler.submit(name, prompt, max_tokens=1)
-            submitted = perf_counter_ns()
-            op = scheduler.plan()
-            planned = perf_counter_ns()
-            assert op is not None
             op_to_proto(op).SerializeToString()
             encoded = perf_counter_ns()
             finish_step(scheduler, op)
@@ -140,15 +144,48 @@ class Ours:
             found = int(op.num_computed[0])
             if (found >= PROMPT_TOKENS - PAGE_SIZE) != cached or op.num_rows != 1 or scheduler.has_work:
                 raise RuntimeError(f"an admission with cached={cached} had {found} cached tokens")
-            samples.append([submitted - begin, planned - submitted, encoded - planned, left - encoded])
-        names = (*ADMISSION_STAGES, "leave")
-        return {stage: list(times) for stage, times in zip(names, zip(*samples, strict=True), strict=True)}
+            samples.append([*times, encoded - begin, left - encoded])
+        return {stage: list(times) for stage, times in zip(ADMISSION_STAGES, zip(*samples, strict=True), strict=True)}
+
+    def _enter(self, scheduler: Scheduler, prompt: npt.NDArray[np.int32]) -> tuple[ForwardOp, list[int]]:
+        begin = perf_counter_ns()
+        scheduler.submit(str(self._number), prompt, max_tokens=1)
+        submitted = perf_counter_ns()
+        op = scheduler.plan()
+        planned = perf_counter_ns()
+        assert op is not None
+        return op, [submitted - begin, planned - submitted]
+
+    def profile(self, count: int, batches: int, cached: bool | None = None) -> Answer:
+        """Functions by their own time in a step, or in an admission where `cached` is given: name, share, calls.
+
+        A function's time is its median over batches of `count` steps: one interruption would otherwise look like a function.
+        """
+        own: dict[str, list[float]] = {}
+        calls: dict[str, float] = {}
+        for _ in range(batches):
+            profile = cProfile.Profile(builtins=False)
+            if cached is not None:
+                self.admit(cached, count, profile=profile)
+            else:
+                assert self._scheduler is not None
+                for _ in range(count):
+                    profile.runcall(timed_step, self._scheduler, self._rows)
+            for (file, _, function), entry in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
+                if Path(file).parent != Path(__file__).parent:
+                    name = f"{Path(file).name} {function}"
+                    own.setdefault(name, []).append(entry[2])
+                    calls[name] = entry[1] / count
+        times = {name: median(seconds + [0.0] * (batches - len(seconds))) for name, seconds in own.items()}
+        whole = sum(times.values())
+        names = sorted(times, key=lambda name: -times[name])[:MOST_FUNCTIONS]
+        return {"functions": [[name, round(times[name] / whole, 4), round(calls[name], 2)] for name in names]}
 
 
 def main() -> None:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     ours = Ours()
-    serve({"rows": ours.rows, "steps": ours.steps, "idle": ours.idle, "admit": ours.admit})
+    handlers = (ours.rows, ours.steps, ours.idle, ours.admit, ours.profile)
+    serve({handler.__name__: handler for handler in handlers})
 
 
 if __name__ == "__main__":

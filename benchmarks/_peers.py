@@ -7,6 +7,8 @@ import sys
 import venv
 from pathlib import Path
 
+from _report import progress
+
 INSTALL_LIMIT_S = 300
 
 
@@ -24,6 +26,7 @@ def environment_with(folder: Path, *requirements: str) -> Path:
     wanted = "\n".join((sys.version, *requirements))
     if done.exists() and python.exists() and done.read_text(encoding="utf-8") == wanted:
         return python
+    progress(f"making an environment with {' and '.join(requirements)}")
     try:
         venv.create(folder, with_pip=True, clear=True)
         command = [

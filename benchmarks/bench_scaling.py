@@ -27,7 +27,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from _report import PLOTS, Report, machine, plot, print_table, progress, write_json
 from _workers import Worker, WorkerError
@@ -35,8 +34,8 @@ from _workers import Worker, WorkerError
 HERE = Path(__file__).resolve().parent
 ROWS = 256
 STEPS, QUICK_STEPS = 24, 8  # of each round
-QUICK_LIMIT = 10_000
-"""`--quick` leaves out points above, of every line."""
+QUICK_POINTS = 2
+"""Of each line, with `--quick`."""
 AIM = 1.25
 """Most that context, pool and queue may make of the smallest point's cost."""
 # line: its points, what a worker is asked, and with which field of that the point varies
@@ -60,10 +59,11 @@ def worker(name: str) -> Worker:
 def measure(name: str, rounds: int, steps: int, *, quick: bool) -> Report:
     """One line."""
     points, setting, varied, fixed = LINES[name]
-    points = tuple(point for point in points if not quick or point <= QUICK_LIMIT)
+    points = points[:QUICK_POINTS] if quick else points
     totals: dict[int, list[float]] = {point: [] for point in points}
     stages: dict[int, dict[str, list[int]]] = {point: {} for point in points}
     asked, extra = ("steps", {"steps": rounds * steps}) if setting == "decode" else ("come_and_go", {})
+    progress(f"{name}: setting up {', '.join(f'{point:,}' for point in points)}")
     with ExitStack() as stack:
         workers = {point: stack.enter_context(worker(f"{name} {point}")) for point in points}
         for point in points:
@@ -95,6 +95,7 @@ def memory(sizes: dict[str, int]) -> Report:
     nothing = dict.fromkeys(("pages", "nodes", "waiting"), 0) | {"prompt_tokens": sizes["prompt_tokens"]}
     pool = {"pages": sizes["pages"]}
     held = {}
+    progress("memory: one process for each part")
     for part, what in (
         ("pool", pool),
         ("tree", pool | {"nodes": sizes["nodes"]}),
@@ -165,15 +166,22 @@ def print_report(report: Report) -> None:
         print(f"{name} was not measured: {why}")
 
 
+def short(size: int) -> str:
+    """A number as a label of an axis: 32,768 tokens and 100,000 pages are 32k and 100k."""
+    for unit, name in ((10**6, "M"), (1024 if size % 1024 == 0 else 1000, "k")):
+        if size >= unit:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
 def draw(report: Report, folder: Path) -> None:
     """A curve a line: growth over size."""
     names = list(report["lines"])
     with plot(folder / "scaling.svg", max(1, len(names)), width=2.4 * max(1, len(names)), height=2.6) as axes:
         for axis, name in zip(axes or (), names, strict=bool(axes)):
             points = report["lines"][name]["points"]
-            sizes: list[Any] = [max(point["size"], 1) for point in points]
-            axis.plot(sizes, [point["us"] for point in points], marker="o", color="#1b6ca8")
-            axis.set_xscale("log")
+            axis.plot([point["us"] for point in points], marker="o", color="#1b6ca8")
+            axis.set_xticks(range(len(points)), [short(point["size"]) for point in points])
             axis.set_ylim(0, 1.5 * max(point["us"] for point in points))
             axis.set_title(name)
             axis.set_ylabel("µs, median" if name == names[0] else "")
@@ -182,7 +190,7 @@ def draw(report: Report, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to this file")
-    parser.add_argument("--quick", action="store_true", help="two short rounds of the smaller points, and a small memory")
+    parser.add_argument("--quick", action="store_true", help="two short rounds of each line's first points, and a small memory")
     parser.add_argument("--rounds", type=int, help=f"rounds of {STEPS} steps a point  [default: 8, with --quick 2]")
     parser.add_argument("--lines", nargs="+", choices=list(LINES), default=list(LINES), help="only these  [default: all]")
     parser.add_argument("--no-memory", action="store_true", help="leave out what the process has in RAM")

@@ -11,7 +11,7 @@ No model and no other process takes part: this is the time that one step costs t
 Parties, and what counts of a decode step / of an admission:
 
     ours                       pagemirror: plan, encode the op into the bytes of its message, decode the bytes of the result,
-                               complete, take the tokens out / submit a numpy prompt, plan, encode
+                               complete, take the tokens out / submit a numpy prompt, plan, which gives its columns
     tokenspeed_0.1.0           next_execution_plan, read the columns out, advance with a token for each row / make a request
     tokenspeed_0.1.42          of a numpy prompt and submit it, next_execution_plan, read the columns out
     tokenspeed_0.1.42_coarse   0.1.42 with prefixes shared by 64 tokens instead of a page of 16: it finds less, and is faster
@@ -19,8 +19,8 @@ Parties, and what counts of a decode step / of an admission:
 The peers have no wire, so they encode nothing: what they hand over stays lists and arrays in their process. Reading those out
 counts, because no runtime can do without; turning lists into arrays does not count, although it needs that, too. Nor does it
 count that stop tokens and length limits are their caller's business, while pagemirror's `complete` looks at both. The peers
-have the fastest settings found, see `_party_tokenspeed.py`. What follows when a request ends is measured as `leave`, and
-counted for nobody.
+have the fastest settings found, see `_party_tokenspeed.py`. Of an admission, pagemirror's encoding (`encode`) and what follows
+when a request ends (`leave`) are measured and reported, but not counted.
 
 Rows differ in length by up to a page, so that each step has rows that need a page. Each party runs in a process of its own, all
 set up at once and measured in turn, some milliseconds each, in an order that turns; figures are medians over all steps. Only
@@ -63,6 +63,9 @@ AIMS = (
     ("admit cold 1k", "tokenspeed_0.1.42", 4.0),
     ("admit cached 1k", "tokenspeed_0.1.42", 2.0),
 )
+
+NOT_COUNTED = ("encode", "leave")  # of an admission
+PROFILED = {"count": 40, "batches": 9}  # steps or admissions
 
 Samples = dict[str, dict[str, list[int]]]  # party → stage → nanoseconds
 
@@ -118,25 +121,38 @@ def measure(line: Line, workers: dict[str, Worker], rounds: int, steps: int, fai
     return samples
 
 
-def summarize(samples: Samples) -> Report:
+def profile(line: Line) -> list[Any]:
+    """Where ours spends a line, in a process of its own: functions, their share of the time, calls in each step."""
+    with Worker(OURS, [sys.executable, str(HERE / "_party_ours.py")]) as worker:
+        if line.rows:
+            worker.ask("rows", rows=line.rows, context=line.context, steps=PROFILED["count"] * PROFILED["batches"])
+            answer = worker.ask("profile", **PROFILED)
+        else:
+            worker.ask("idle")
+            answer = worker.ask("profile", **PROFILED, cached=line.cached)
+    functions: list[Any] = answer["functions"]
+    return functions
+
+
+def summarize(line: Line, samples: Samples) -> Report:
     """Medians of the stages and of their sum, in µs, and ratios."""
     parties = {}
     for party, stages in samples.items():
-        leave = stages.pop("leave", None)
+        others = {} if line.rows else {stage: stages.pop(stage) for stage in NOT_COUNTED if stage in stages}
         totals = [sum(times) / 1e3 for times in zip(*stages.values(), strict=True)]
         parties[party] = {
             "us": round(median(totals), 2),
             "fastest_us": round(min(totals), 2),
             "num_samples": len(totals),
             "stages_us": {stage: round(median(times) / 1e3, 2) for stage, times in stages.items()},
-            **({} if leave is None else {"leave_us": round(median(leave) / 1e3, 2)}),
+            "not_counted_us": {stage: round(median(times) / 1e3, 2) for stage, times in others.items()},
         }
-    line: Report = {"parties": parties}
+    found: Report = {"parties": parties}
     if OURS in parties:
         for party in PEERS:
             if party in parties:
-                line[f"ratio_vs_{party}"] = round(parties[party]["us"] / parties[OURS]["us"], 2)
-    return line
+                found[f"ratio_vs_{party}"] = round(parties[party]["us"] / parties[OURS]["us"], 2)
+    return found
 
 
 def aims(lines: Report) -> list[Report]:
@@ -167,10 +183,12 @@ def run(options: argparse.Namespace) -> Report:
         workers, report["missing"] = start(options.parties, options.peers, stack)
         for name in options.lines:
             samples = measure(line_named(name), workers, options.rounds, steps, report["missing"])
-            lines[name] = summarize(samples)
+            lines[name] = summarize(line_named(name), samples)
             said = ", ".join(f"{party} {row['us']:,.1f}" for party, row in lines[name]["parties"].items())
             progress(f"{name}: {said} µs")
     report["aims"] = aims(lines)
+    missed = dict.fromkeys(aim["line"] for aim in report["aims"] if not aim["reached"])
+    report["profiles"] = {name: profile(line_named(name)) for name in missed}
     return report
 
 
@@ -189,12 +207,16 @@ def print_report(report: Report) -> None:
     for name, line in report["lines"].items():
         if OURS in line["parties"]:
             row = line["parties"][OURS]
-            stages = row["stages_us"] | ({"(leave, not counted)": row["leave_us"]} if "leave_us" in row else {})
+            stages = row["stages_us"] | {f"({stage}, not counted)": us for stage, us in row["not_counted_us"].items()}
             print(f"    {name:<16} " + ", ".join(f"{stage} {value:,.1f}" for stage, value in stages.items()))
     print("\ncounted: ours with encoding and decoding of the step's messages; the peers without a wire, reading out included")
     for aim in report["aims"]:
         reached = "" if aim["reached"] else ", NOT REACHED"
         print(f"{aim['line']}: {aim['value']:.2f} x of {aim['party']}, aimed at {aim['aim']:g}{reached}")
+    for name, functions in report["profiles"].items():
+        print(f"{name}, where ours spends it (a profiler's shares, which make small functions look larger):")
+        for function, share, calls in functions:
+            print(f"    {share:>6.1%}  {calls:>7.1f} calls  {function}")
     for party, why in report["missing"].items():
         print(f"{party} did not run: {why}")
 
@@ -212,7 +234,7 @@ def draw(report: Report, folder: Path) -> None:
         for index, party in enumerate(parties):
             places = [number + (index - (len(parties) - 1) / 2) * width for number in range(len(names))]
             values = [report["lines"][name]["parties"].get(party, {}).get("us", float("nan")) for name in names]
-            label = "pagemirror" if party == OURS else party.replace("_", " ")
+            label = "pagemirror" if party == OURS else party.replace("_coarse", ", prefixes by 64").replace("_", " ")
             bars = axis.bar(places, values, width * 0.95, label=label, color=colours[PARTIES.index(party)])
             axis.bar_label(bars, [f"{value:,.0f}" for value in values], fontsize=6, padding=1)
         axis.set_yscale("log")

@@ -1,8 +1,9 @@
-"""Write docs/performance.md from the JSON report of benchmarks/bench_generate.py, or check that the page is what that gives.
+"""Write docs/performance.md and the pages in docs/performance/ from the benchmarks' JSON reports, or check that they are fresh.
 
-    python tools/write_performance.py build/bench-generate.json
+    python tools/write_performance.py build/bench-generate.json build/bench-scheduler.json
 
-The report is kept beside the page as docs/performance.json: every figure can be traced, and `--check` needs nothing else.
+A report says itself which benchmark it is of; those that are not given stay as they are. Reports are kept beside the pages:
+every figure can be traced, and `--check` needs nothing else.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
+import scheduler_page
+from scheduler_page import prose
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE, REPORT = DOCS / "performance.md", DOCS / "performance.json"
+REPORTS = {
+    # benchmark: where its report is kept
+    "generate": DOCS / "performance.json",
+    "scheduler": DOCS / "performance" / "scheduler.json",
+    "scaling": DOCS / "performance" / "scaling.json",
+}
 PARTIES = {
     "generate": "pagemirror, `Generate` streams",
     "execute": "pagemirror, runtime alone on `Execute`",
@@ -25,11 +33,6 @@ PARTIES = {
 PROCESSES = {"party": "client", "scheduler": "scheduler", "runtime": "runtime"}
 
 Report = dict[str, Any]
-
-
-def prose(text: str) -> list[str]:
-    """A paragraph in lines of readable length, and the empty line after it."""
-    return [*textwrap.wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
 
 
 def intro(report: Report) -> list[str]:
@@ -202,30 +205,44 @@ def processes(report: Report) -> list[str]:
     return lines
 
 
-def render(report: Report) -> str:
-    """The whole page."""
+def render(report: Report, scheduler: Report | None = None) -> str:
+    """The main page, from the report of bench_generate.py; `scheduler`: that of bench_scheduler.py, which has a section."""
     lines = [*intro(report), *throughput(report), *stages(report), *processes(report)]
+    if scheduler is not None:
+        lines += scheduler_page.section(scheduler)
     return "\n".join(lines).rstrip() + "\n"
 
 
+def pages() -> dict[Path, str]:
+    """Every page as the kept reports give it."""
+    kept: dict[str, Report] = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in REPORTS.items()}
+    return {
+        DOCS / "performance.md": render(kept["generate"], kept["scheduler"]),
+        DOCS / "performance" / "scheduler.md": scheduler_page.render(kept["scheduler"], kept["scaling"]),
+    }
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/performance.md from a benchmark's report.")
-    parser.add_argument("report", type=Path, nargs="?", help="JSON of bench_generate.py  [default: docs/performance.json]")
+    parser = argparse.ArgumentParser(description="Write the pages about performance from the benchmarks' reports.")
+    parser.add_argument("reports", type=Path, nargs="*", help="JSON of benchmarks  [default: those kept in docs/]")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 if the page is not what its JSON gives"
+        "--check", action="store_true", help="write nothing; exit status 1 if a page is not what the kept JSON gives"
     )
     options = parser.parse_args()
-    report: Report = json.loads((options.report or REPORT).read_text(encoding="utf-8"))
-    page = render(report)
     if options.check:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page:
-            print(f"{PAGE.name} is not what its JSON gives: run tools/write_performance.py", file=sys.stderr)
-            return 1
-        return 0
-    if report["quick"]:
-        print("note: the report is of a quick run", file=sys.stderr)
-    REPORT.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    PAGE.write_text(page, encoding="utf-8")
+        stale = [page for page, text in pages().items() if not page.exists() or page.read_text(encoding="utf-8") != text]
+        for page in stale:
+            print(f"{page.name} is not what its JSON gives: run tools/write_performance.py", file=sys.stderr)
+        return 1 if stale else 0
+    for file in options.reports:
+        report: Report = json.loads(file.read_text(encoding="utf-8"))
+        if report["benchmark"] not in REPORTS:
+            parser.error(f"{file} is of the benchmark {report['benchmark']!r}, which no page is about")
+        if report["quick"]:
+            print(f"note: {file.name} is of a quick run", file=sys.stderr)
+        REPORTS[report["benchmark"]].write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -22,7 +22,7 @@ def writer(project_root: Path) -> ModuleType:
 
 
 def test_page_is_what_its_report_gives(project_root: Path) -> None:
-    """The page was generated from the report beside it, and not edited since."""
+    """The pages were generated from the reports beside them, and not edited since."""
     command = [sys.executable, project_root / "tools" / "write_performance.py", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -46,6 +46,31 @@ def test_figures_come_from_the_report(project_root: Path, writer: ModuleType) ->
     missed = copy.deepcopy(report)
     missed["aims"] = [{"case": "equal-64", "ratio": "generate/static", "aim": 0.85, "value": 0.5, "reached": False}]
     assert "| 0.50 | **no** |" in writer.render(missed)
+
+
+def test_scheduler_figures_come_from_their_reports(project_root: Path, writer: ModuleType) -> None:
+    """Medians, ratios and aims of both reports stand in the scheduler's page and in the section that leads to it."""
+    folder = project_root / "docs" / "performance"
+    scheduler, scaling = (json.loads((folder / f"{name}.json").read_text()) for name in ("scheduler", "scaling"))
+    page = writer.scheduler_page.render(scheduler, scaling)
+    section = "\n".join(writer.scheduler_page.section(scheduler))
+    assert not scheduler["quick"]
+    assert not scaling["quick"]
+    assert set(scheduler["lines"]) == {"64 x 1k", "256 x 1k", "256 x 8k", "1024 x 1k", "admit cold 1k", "admit cached 1k"}
+    for line in scheduler["lines"].values():
+        assert set(line["parties"]) >= {"ours", "tokenspeed_0.1.0", "tokenspeed_0.1.42"}
+        for party, row in line["parties"].items():
+            ratio = "" if party == "ours" else f" ({line[f'ratio_vs_{party}']:.2f}×)"
+            assert f"| {row['us']:,.0f}{ratio} |" in page
+            assert f"| {row['us']:,.0f}{ratio} |" in section
+    for line in scaling["lines"].values():
+        for point in line["points"]:
+            assert f"{point['size']:,}: {point['us']:,.0f} ({point['growth']:.2f})" in page
+    assert f"**{scaling['memory']['rss_bytes'] / 2**20:,.0f} MiB**" in page
+    assert len(scheduler["aims"]) == 6
+    assert len(scaling["aims"]) == 3
+    assert page.count("| **no** |") == sum(not aim["reached"] for aim in scheduler["aims"] + scaling["aims"])
+    assert set(scheduler["profiles"]) == {aim["line"] for aim in scheduler["aims"] if not aim["reached"]}
 
 
 def test_benchmark_draws_the_same_requests_everywhere(project_root: Path) -> None:

@@ -1,0 +1,220 @@
+"""docs/performance/scheduler.md, and the section of docs/performance.md that leads to it, from the reports of
+benchmarks/bench_scheduler.py and benchmarks/bench_scaling.py.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+OURS = "ours"
+PARTIES = {
+    OURS: "pagemirror",
+    "tokenspeed_0.1.0": "TokenSpeed 0.1.0 (C++)",
+    "tokenspeed_0.1.42": "TokenSpeed 0.1.42 (C++)",
+    "tokenspeed_0.1.42_coarse": "TokenSpeed 0.1.42, prefixes by 64 tokens",
+}
+VARIED = {
+    "context": "tokens of context in each row",
+    "pool": "pages in the pool",
+    "queue": "waiting requests",
+    "tree": "nodes in the prefix cache",
+    "lives": "nodes; one request comes, evicts, publishes and ends",
+}
+
+Report = dict[str, Any]
+
+
+def prose(text: str) -> list[str]:
+    """A paragraph in lines of readable length, and the empty line after it."""
+    return [*textwrap.wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def present(report: Report) -> list[str]:
+    """The parties that have figures, in their order."""
+    return [party for party in PARTIES if any(party in line["parties"] for line in report["lines"].values())]
+
+
+def _title(line: str) -> str:
+    return line.replace(" x ", " × ").replace("admit", "admit one").replace("1k", "1k prompt" if "admit" in line else "1k")
+
+
+def main_table(report: Report) -> list[str]:
+    """Medians, and ratios in brackets."""
+    parties = present(report)
+    lines = [
+        "| rows × context | " + " | ".join(PARTIES[party] for party in parties) + " |",
+        "|---|" + "---:|" * len(parties),
+    ]
+    for name, line in report["lines"].items():
+        cells = []
+        for party in parties:
+            row, ratio = line["parties"].get(party), line.get(f"ratio_vs_{party}")
+            value = "–" if row is None else f"{row['us']:,.0f}"
+            cells.append(value if ratio is None else f"{value} ({ratio:.2f}×)")
+        lines.append(f"| {_title(name)} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def aims_table(reports: list[Report]) -> list[str]:
+    """What was aimed at, and whether it was reached."""
+    lines = ["| aimed at | measured | reached |", "|---|---:|---|"]
+    for report in reports:
+        for aim in report["aims"]:
+            said = "yes" if aim["reached"] else "**no**"
+            if report["benchmark"] == "scheduler":
+                what = f"{_title(aim['line'])}: ≥ {aim['aim']:g} × as fast as {PARTIES[aim['party']]}"
+            else:
+                what = f"{aim['line']}: the largest costs less than {aim['aim']:g} × the smallest"
+            lines.append(f"| {what} | {aim['value']:.2f} | {said} |")
+    return [*lines, ""] if len(lines) > 2 else []
+
+
+def stages(report: Report) -> list[str]:
+    """Where each party's time goes."""
+    lines = ["| | | stages, median µs; in italics what is not counted |", "|---|---|---|"]
+    for name, line in report["lines"].items():
+        for party, row in line["parties"].items():
+            parts = [f"{stage} {value:,.1f}" for stage, value in row["stages_us"].items()]
+            parts += [f"*{stage} {value:,.1f}*" for stage, value in row["not_counted_us"].items()]
+            lines.append(f"| {_title(name)} | {PARTIES[party]} | {', '.join(parts)} |")
+    return [*lines, ""]
+
+
+def profiles(report: Report) -> list[str]:
+    """Why aims were missed."""
+    if not report["profiles"]:
+        return []
+    lines = [
+        "## Profiles of what missed its aim",
+        "",
+        *prose(
+            """Functions of pagemirror by their own time, numpy's included in who calls it. A profiler makes small functions
+            look larger than they are."""
+        ),
+    ]
+    for name, functions in report["profiles"].items():
+        lines += [f"{_title(name)}:", "", "| function | share | calls in each |", "|---|---:|---:|"]
+        lines += [f"| `{function}` | {share:.1%} | {calls:,.1f} |" for function, share, calls in functions]
+        lines.append("")
+    return lines
+
+
+def method(report: Report) -> list[str]:
+    """What was measured, and what it includes."""
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items() if number != "missing")
+    missing = [f"{PARTIES.get(party, party)} did not run: {why}." for party, why in report["missing"].items()]
+    return [
+        *prose(
+            """One step of a scheduler, without a model and without other processes; page size 16, one token a row a step.
+            A step of pagemirror is `plan`, encoding the op into the bytes of its message, decoding the bytes of the result,
+            `complete`, and taking the tokens out with the requests they belong to. A step of a TokenSpeed scheduler is
+            `next_execution_plan`, reading the plan's columns out, and `advance` with a token for each row. An admission goes
+            from a numpy prompt of 1,024 tokens to the columns of the step that computes it, with nothing else running;
+            *cached*: all but its last page is in the prefix cache."""
+        ),
+        *prose(
+            """The peers have no wire, so they encode nothing: what they hand over stays in their process as lists and arrays.
+            Reading those out counts, because no runtime can do without it; turning lists into arrays does not, and neither do
+            the stop tokens and length limits that are their callers' business, while `complete` looks at both. They run with
+            the fastest of the settings tried: event objects are kept, of a step only new pages are read (0.1.0), tables are
+            taken as arrays (0.1.42). 0.1.42 also ran with prefixes shared by 64 tokens, which finds less of a prompt in the
+            cache and is faster. Of an admission, the encoding of pagemirror's op and what follows when the request ends
+            (*leave*) are shown and not counted."""
+        ),
+        *prose(
+            f"""Rows differ in length by up to a page, so that in each step a sixteenth of them needs a page. Every party runs
+            in a process and an environment of its own; all are set up at once and measured in turn, {report["steps_per_round"]}
+            steps at a time, in {report["rounds"]} rounds whose order turns. Figures are medians over all steps. This machine
+            changes its speed between minutes; only ratios within one run mean much elsewhere.
+            Machine: {machine["cpu"]}, {machine["cpus"]} CPUs, {machine["system"]}, Python {machine["python"]}, {versions}. Load
+            average before the start: {machine["load_before"]:.2f}."""
+        ),
+        *(prose(" ".join(missing)) if missing else []),
+    ]
+
+
+def growth(report: Report) -> list[str]:
+    """How cost grows with sizes, and memory."""
+    lines = [
+        "## What does not matter to a step",
+        "",
+        *prose(
+            """Each line varies one size; its points are schedulers in processes of their own, measured in turn as above. 256
+            rows decode, but in the last line, where one request of 17 tokens comes and goes in a pool that the tree fills: a
+            page is evicted for it, and one published by it. In brackets: the ratio to the first point."""
+        ),
+        "![Cost of a step over context, pool, queue and tree](scaling.svg)",
+        "",
+        "| varied | µs |",
+        "|---|---|",
+    ]
+    for name, line in report["lines"].items():
+        points = [f"{point['size']:,}: {point['us']:,.0f} ({point['growth']:.2f})" for point in line["points"]]
+        lines.append(f"| {name}: {VARIED[name]} | {', '.join(points)} |")
+    lines.append("")
+    if held := report["memory"]:
+        parts = {part: f"{value / 2**20:,.0f} MiB" for part, value in held["parts_bytes"].items()}
+        lines += [
+            "## Memory",
+            "",
+            *prose(
+                f"""One scheduler with a pool of {held["pages"]:,} pages, {held["nodes"]:,} nodes of a page in the prefix
+                cache and {held["waiting"]:,} waiting requests of {held["prompt_tokens"]:,} tokens has
+                **{held["rss_bytes"] / 2**20:,.0f} MiB** in RAM: {parts["imports"]} for Python and its imports,
+                {parts["pool"]} for the pool and 1,024 rows of up to 4,096 pages (of which the system counts what was
+                touched), {parts["tree"]} for the tree, {parts["queue"]} for the queue. Each part was measured in a process
+                of its own."""
+            ),
+        ]
+    return lines
+
+
+def render(scheduler: Report, scaling: Report) -> str:
+    """The whole page."""
+    lines = [
+        "# Performance of the scheduler",
+        "",
+        "<!-- generated by tools/write_performance.py from scheduler.json and scaling.json; change the tool, not this page -->",
+        "",
+        *prose(
+            """`benchmarks/bench_scheduler.py` and `benchmarks/bench_scaling.py` measured this; `make bench` repeats it. The
+            rest is on [the page about performance](../performance.md)."""
+        ),
+        "## One step, beside the C++ schedulers of TokenSpeed",
+        "",
+        "Median µs; in brackets the peer's time divided by pagemirror's: above 1 pagemirror is faster.",
+        "",
+        *main_table(scheduler),
+        "![One step of each scheduler](scheduler.svg)",
+        "",
+        *aims_table([scheduler, scaling]),
+        "## How it was measured",
+        "",
+        *method(scheduler),
+        "## Where the time goes",
+        "",
+        *stages(scheduler),
+        *profiles(scheduler),
+        *growth(scaling),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(scheduler: Report) -> list[str]:
+    """What docs/performance.md says of it."""
+    return [
+        "## The scheduler alone",
+        "",
+        *prose(
+            """µs that one step costs the scheduler, without a model, beside the C++ schedulers of TokenSpeed: planning, handing
+            over, and taking the tokens in. In brackets: the peer's time divided by pagemirror's."""
+        ),
+        *main_table(scheduler),
+        *prose(
+            """[Performance of the scheduler](performance/scheduler.md) says what is counted for whom, where the time goes,
+            which aims were reached, how a step's cost grows with context, pool, queue and prefix cache, and what memory it
+            takes."""
+        ),
+    ]
