@@ -19,7 +19,16 @@ from time import perf_counter_ns
 
 import numpy as np
 import numpy.typing as npt
-from _scheduler_lines import PAGE_SIZE, PROMPT_TOKENS, VOCAB_SIZE, WARM_UP, num_pages, prompt_of_row, prompt_to_admit
+from _scheduler_lines import (
+    PAGE_SIZE,
+    PROMPT_TOKENS,
+    VOCAB_SIZE,
+    WARM_UP,
+    num_pages,
+    pages_for_prompts,
+    prompt_of_row,
+    prompt_to_admit,
+)
 from _workers import Answer, serve
 
 from pagemirror.v1 import forward_pb2
@@ -107,13 +116,13 @@ class Ours:
         samples = [timed_step(self._scheduler, self._rows) for _ in range(count)]
         return {stage: list(times) for stage, times in zip(STEP_STAGES, zip(*samples, strict=True), strict=True)}
 
-    def idle(self) -> Answer:
-        """Set the admission lines up: nothing runs, and the pool holds some hundred prompts."""
+    def idle(self, prompts: int) -> Answer:
+        """Set an admission line up: nothing runs, and the pool holds so many prompts."""
         self._scheduler = None
         gc.collect()
         pages_per_row = PROMPT_TOKENS // PAGE_SIZE + 4
         config = SchedulerConfig(
-            PAGE_SIZE, 256 * pages_per_row, 64, pages_per_row, VOCAB_SIZE, token_budget=8192, chunk_size=PROMPT_TOKENS
+            PAGE_SIZE, pages_for_prompts(prompts), 64, pages_per_row, VOCAB_SIZE, token_budget=8192, chunk_size=PROMPT_TOKENS
         )
         self._scheduler = Scheduler(config)
         for cached in (False, True):

@@ -22,7 +22,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import tokenspeed_scheduler as tokenspeed
-from _scheduler_lines import PAGE_SIZE, PROMPT_TOKENS, WARM_UP, num_pages, prompt_of_row, prompt_to_admit
+from _scheduler_lines import PAGE_SIZE, PROMPT_TOKENS, WARM_UP, num_pages, pages_for_prompts, prompt_of_row, prompt_to_admit
 from _workers import Answer, serve
 
 IS_OLD = hasattr(tokenspeed.SchedulerConfig, "page_size")
@@ -114,12 +114,12 @@ class TokenSpeed:
             samples.append([planned - begin, read - planned, advanced - read])
         return {stage: list(times) for stage, times in zip(STEP_STAGES, zip(*samples, strict=True), strict=True)}
 
-    def idle(self) -> Answer:
-        """Set the admission lines up: nothing runs, and the pool holds some hundred prompts."""
+    def idle(self, prompts: int) -> Answer:
+        """Set an admission line up: nothing runs, and the pool holds so many prompts."""
         self._scheduler = None
         self._events.clear()
         gc.collect()
-        self._scheduler = make_scheduler(64, 256 * (PROMPT_TOKENS // PAGE_SIZE + 4), 8192, self._granularity)
+        self._scheduler = make_scheduler(64, pages_for_prompts(prompts), 8192, self._granularity)
         for cached in (False, True):
             self.admit(cached, WARM_UP)
         return {}

@@ -29,6 +29,8 @@ class Line:
     """Tokens of each row when the first step is timed; see `prompt_of_row`."""
     cached: bool = False
     """The prompt that is admitted is in the prefix cache."""
+    pool_prompts: int = 320
+    """Of a line that admits a prompt: how many of them the pool holds. A pool for a few is full after the warm-up."""
 
 
 LINES = (
@@ -37,9 +39,10 @@ LINES = (
     Line("256 x 8k", 256, 8192),
     Line("1024 x 1k", 1024, 1024),
     Line("admit cold 1k"),
+    Line("admit cold 1k, evict", pool_prompts=12),
     Line("admit cached 1k", cached=True),
 )
-QUICK_LINES = ("64 x 1k", "256 x 1k", "admit cold 1k", "admit cached 1k")
+QUICK_LINES = ("64 x 1k", "256 x 1k", "admit cold 1k", "admit cold 1k, evict", "admit cached 1k")
 
 
 def line_named(name: str) -> Line:
@@ -61,6 +64,11 @@ def prompt_to_admit(number: int) -> npt.NDArray[np.int32]:
     """The prompt of one admission; two numbers share no prefix."""
     rng = np.random.default_rng([2, number])  # noqa: TID251  (seeded data, not the product)
     return rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS, dtype=np.int32)
+
+
+def pages_for_prompts(prompts: int) -> int:
+    """Pages that so many prompts of an admission need, with what they are given beyond."""
+    return prompts * (PROMPT_TOKENS // PAGE_SIZE + 4)
 
 
 def num_pages(rows: int, context: int, steps: int) -> int:

@@ -202,7 +202,7 @@ def main() -> int:
     if options.rounds is None:
         options.rounds = 2 if options.quick else 8
     if options.rounds < 1:
-        parser.error("--rounds takes a number from 1")
+        parser.error("--rounds takes numbers from 1")
     report = run(options)
     write_json(options.json, report)
     print_report(report)

@@ -36,7 +36,11 @@ def present(report: Report) -> list[str]:
 
 
 def _title(line: str) -> str:
-    return line.replace(" x ", " × ").replace("admit", "admit one").replace("1k", "1k prompt" if "admit" in line else "1k")
+    """`256 x 1k` and `admit cold 1k, evict` as a reader would say it."""
+    if line.startswith("admit "):
+        what, _, how = line.removeprefix("admit ").partition(", ")
+        return f"admit one {what} prompt" + (f", {how}" if how else "")
+    return line.replace(" x ", " × ")
 
 
 def main_table(report: Report) -> list[str]:
@@ -112,7 +116,7 @@ def method(report: Report) -> list[str]:
             `complete`, and taking the tokens out with the requests they belong to. A step of a TokenSpeed scheduler is
             `next_execution_plan`, reading the plan's columns out, and `advance` with a token for each row. An admission goes
             from a numpy prompt of 1,024 tokens to the columns of the step that computes it, with nothing else running;
-            *cached*: all but its last page is in the prefix cache."""
+            *cached*: all but its last page is in the prefix cache; *evict*: the pool is full of cached pages."""
         ),
         *prose(
             """The peers have no wire, so they encode nothing: what they hand over stays in their process as lists and arrays.
@@ -126,8 +130,9 @@ def method(report: Report) -> list[str]:
         *prose(
             f"""Rows differ in length by up to a page, so that in each step a sixteenth of them needs a page. Every party runs
             in a process and an environment of its own; all are set up at once and measured in turn, {report["steps_per_round"]}
-            steps at a time, in {report["rounds"]} rounds whose order turns. Figures are medians over all steps. This machine
-            changes its speed between minutes; only ratios within one run mean much elsewhere.
+            steps at a time, in {report["rounds"]} rounds whose order turns. That was done {report["runs"]} times with new
+            processes, because what is bound by memory varies severalfold with a machine's other load; a party's figure is the
+            best of its runs' medians. This machine changes its speed between minutes; only ratios mean much elsewhere.
             Machine: {machine["cpu"]}, {machine["cpus"]} CPUs, {machine["system"]}, Python {machine["python"]}, {versions}. Load
             average before the start: {machine["load_before"]:.2f}."""
         ),
@@ -184,7 +189,7 @@ def render(scheduler: Report, scaling: Report) -> str:
         ),
         "## One step, beside the C++ schedulers of TokenSpeed",
         "",
-        "Median µs; in brackets the peer's time divided by pagemirror's: above 1 pagemirror is faster.",
+        "Best median in µs; in brackets the peer's time divided by pagemirror's: above 1 pagemirror is faster.",
         "",
         *main_table(scheduler),
         "![One step of each scheduler](scheduler.svg)",
