@@ -23,10 +23,11 @@ count that stop tokens and length limits are their caller's business, while page
 have the fastest settings found, see `_party_tokenspeed.py`. Of an admission, pagemirror's encoding (`encode`) and what follows
 when a request ends (`leave`) are measured and reported, but not counted.
 
-Rows differ in length by up to a page, so that each step has rows that need a page. Each party runs in a process of its own, all
-set up at once and measured in turn, some milliseconds each, in an order that turns. That is done several times with new
-processes, because what is bound by memory varies severalfold with the machine's other load; a party's figure is the best of its
-runs' medians, all of which are in the JSON. Only ratios mean much elsewhere. Ratios are a peer's time divided by ours: above 1 pagemirror is faster.
+Rows differ in length by up to a page, so that each step has rows that need a page. Each party runs in a process of its own,
+all set up at once and measured in turn, some milliseconds each, in an order that turns. That is done several times with new
+processes, because what is bound by memory varies severalfold with the machine's other load; a party's figure is the best of
+its runs' medians, all of which are in the JSON. Only ratios mean much elsewhere. Ratios are a peer's time divided by ours:
+above 1 pagemirror is faster.
 
 The peers come from PyPI into environments of their own below --peers, which are kept. A peer that cannot be installed is said
 so and left out.
