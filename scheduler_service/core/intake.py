@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import UnexpectedResultError
@@ -17,6 +18,7 @@ from scheduler_service.core.ops import BoolArray, ForwardOp, Int32Array, RowStat
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.states import State
+from scheduler_service.core.steady import SteadyRows
 
 
 @dataclass(slots=True)
@@ -86,48 +88,80 @@ class ResultIntake:
         wanted = op.sample
         if result.row_status is not None and result.row_status.any():
             wanted = wanted & (result.row_status == RowStatus.OK)
-        bad = wanted & ((result.tokens < 0) | (result.tokens >= self._config.vocab_size))
-        if bad.any():
-            raise UnexpectedResultError(f"step {op.step} returned {result.tokens[bad][:8].tolist()}, which are no tokens")
+        # A negative number is a large one here; if the largest is in the vocabulary, all are.
+        if op.num_rows and result.tokens.view(np.uint32).max() >= self._config.vocab_size:
+            bad = wanted & ((result.tokens < 0) | (result.tokens >= self._config.vocab_size))
+            if bad.any():
+                raise UnexpectedResultError(f"step {op.step} returned {result.tokens[bad][:8].tolist()}, which are no tokens")
         if op.num_logprobs is not None:
             _check_logprobs(op, result, wanted)
         return op, wanted
 
     def take(self, op: ForwardOp, result: StepResult, wanted: BoolArray) -> None:
         """Accept what `check` has found good; end requests that have their last token, and those whose row failed."""
-        rows, indices, tokens = self._placement.rows, op.req_pool_indices, result.tokens
-        alive = rows.live_generation[indices] == op.row_generations
-        rows.num_outstanding[indices[alive]] -= 1
-        if alive.all() and wanted.all():
-            ends = self._accept(indices, tokens, op.requests)
+        rows = self._placement.rows
+        if op.steady is not None and op.num_ended == rows.num_ended and wanted is op.sample:
+            ends = self._accept_all(op, op.steady, result.tokens)
             if op.num_logprobs is not None:
                 self.outputs.add_logprobs(_logprobs(op, result, range(op.num_rows)))
         else:
-            good = alive & wanted
-            positions = np.flatnonzero(good).tolist()
-            ends = self._accept(indices[good], tokens[good], [op.requests[i] for i in positions])
-            if op.num_logprobs is not None:
-                self.outputs.add_logprobs(_logprobs(op, result, positions))
-            self._accept_late(op, result, alive, wanted)
-            self._end_failed(op, result)
+            ends = self._accept_some(op, result, wanted)
         for request, stopped in ends:
             self._end(request, stopped)
 
-    def _accept(self, indices: Int32Array, tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
-        """Append one token each to requests that still hold the row they ran in.
+    def _accept_all(self, op: ForwardOp, steady: SteadyRows, tokens: Int32Array) -> list[tuple[Request, bool]]:
+        """As `_accept`, with one token for each row of `op`."""
+        values: list[int] = tokens.tolist()
+        steady.answer(values)
+        self.outputs.requests += op.requests
+        self.outputs.tokens += values
+        stop_ids = steady.stop_ids
+        if not op.may_end and (stop_ids is None or not (stop_ids == tokens[:, None]).any()):
+            return []
+        return self._ends(op.req_pool_indices.astype(np.intp), tokens, op.requests)
 
-        Returns those that end, each with whether a stop token ended it.
+    def _accept_some(self, op: ForwardOp, result: StepResult, wanted: BoolArray) -> list[tuple[Request, bool]]:
+        """Accept the tokens that count of requests that still hold the row they ran in; look at the other rows one by one.
+
+        Returns those of the former that end, each with whether a stop token ended it.
         """
-        rows = self._placement.rows
+        rows, indices, tokens = self._placement.rows, op.req_pool_indices.astype(np.intp), result.tokens
+        alive = rows.live_generation.take(indices) == op.row_generations
+        if alive.all() and wanted.all():
+            rows.num_outstanding[indices] -= 1
+            ends = self._accept(indices, tokens, op.requests)
+            if op.num_logprobs is not None:
+                self.outputs.add_logprobs(_logprobs(op, result, range(op.num_rows)))
+            return ends
+        rows.num_outstanding[indices[alive]] -= 1
+        good = alive & wanted
+        positions = good.nonzero()[0]
+        ends = self._accept(indices[positions], tokens[positions], [op.requests[i] for i in positions.tolist()])
+        if op.num_logprobs is not None:
+            self.outputs.add_logprobs(_logprobs(op, result, positions.tolist()))
+        self._accept_late(op, result, alive, wanted)
+        self._end_failed(op, result)
+        return ends
+
+    def _accept(self, indices: npt.NDArray[np.intp], tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
+        """Append one token each to requests that still hold the row they ran in; returns what `_ends` does."""
         values: list[int] = tokens.tolist()
         for request, token in zip(requests, values, strict=True):
             request.tokens.append(token)
-        rows.num_known[indices] += 1
-        stopped = (rows.stop_ids[indices] == tokens[:, None]).any(axis=1)
-        ended = stopped | (rows.num_known[indices] >= rows.limit_len[indices])
+        self._placement.rows.num_known[indices] += 1
         self.outputs.requests += requests
         self.outputs.tokens += values
-        return [(requests[position], bool(stopped[position])) for position in np.flatnonzero(ended).tolist()]
+        return self._ends(indices, tokens, requests)
+
+    def _ends(self, indices: npt.NDArray[np.intp], tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
+        """Those that have just had their last token, each with whether a stop token ended it."""
+        rows = self._placement.rows
+        if rows.stop_ids.shape[1] == 1:
+            stopped = rows.stop_ids.ravel().take(indices) == tokens
+        else:
+            stopped = (rows.stop_ids.take(indices, axis=0) == tokens[:, None]).any(axis=1)
+        ended = stopped | (rows.num_known.take(indices) >= rows.limit_len.take(indices))
+        return [(requests[position], bool(stopped[position])) for position in ended.nonzero()[0].tolist()]
 
     def _accept_late(self, op: ForwardOp, result: StepResult, alive: BoolArray, wanted: BoolArray) -> None:
         """A retracted request takes the tokens of its outstanding steps, and may end by them; one that is over takes none."""

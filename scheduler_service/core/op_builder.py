@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
@@ -12,6 +13,7 @@ from scheduler_service.core.policy import Choice
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase, RowTable
 from scheduler_service.core.states import Event, State, transition_of
+from scheduler_service.core.steady import SteadyRows
 
 _NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -35,65 +37,118 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
 
     Decode rows that change neither state nor earlier pages cost a fixed number of numpy calls, however many there are.
     """
-    rows = placement.rows
-    num_extend = len(choice.extends)
-    decodes = choice.decodes
-    first_decodes = rows.phase[decodes] == Phase.PREFILL_DONE
-    indices = np.concatenate((np.array([extend.row for extend in choice.extends], dtype=np.int32), decodes))
-    requests: list[Request] = placement.request_of_row[indices].tolist()
-    input_lens = np.ones(len(indices), dtype=np.int32)
-    input_lens[:num_extend] = [extend.input_len for extend in choice.extends]
-    num_computed = rows.num_computed[indices]
-    computed_after = num_computed + input_lens
-    sample = np.ones(len(indices), dtype=np.bool_)
-    sample[:num_extend] = computed_after[:num_extend] == rows.num_known[indices[:num_extend]]
-    row_lens = rows.num_pages[indices]
-    begins = np.minimum(rows.sent_len[indices], row_lens)
-    by_table = np.zeros(len(indices), dtype=np.bool_)
+    steady = choice.steady
+    if steady is not None and steady.version == placement.rows.version:
+        op = _steady_op(placement, steady, session_no, step)
+    else:
+        op = _new_op(placement, choice, session_no, step)
+    verify = placement.config.verify
+    if verify is not Verify.OFF:
+        sampled = verify is Verify.SAMPLE
+        if not sampled or step % placement.config.verify_interval == 0:
+            _ask_digests(op, placement.rows, others=sampled)
+    return op
+
+
+def _steady_op(placement: Placement, steady: SteadyRows, session_no: int, step: int) -> ForwardOp:
+    """The rows of the step before, each one token further."""
+    op = ForwardOp(
+        session_no=session_no,
+        step=step,
+        req_pool_indices=steady.indices,
+        row_generations=steady.generations,
+        row_lens=steady.row_lens,
+        begins=steady.begins,
+        sizes=steady.sizes,
+        full_refresh=steady.no_flags,
+        occupied_pages=steady.pages,
+        num_computed=steady.num_computed,
+        num_extend_rows=0,
+        input_lens=steady.ones,
+        input_ids=_NO_TOKENS,
+        sample=steady.all_flags,
+        released_rows=_released_rows(placement),
+        requests=steady.requests,
+        num_logprobs=steady.num_logprobs,
+        steady=steady,
+        num_ended=placement.rows.num_ended,
+        may_end=steady.steps_left <= 1,
+    )
+    steady.advance()
+    return op
+
+
+def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) -> ForwardOp:
+    """Rows that differ from those of the step before, or move from one state to another."""
+    rows, extends, decodes = placement.rows, choice.extends, choice.decodes
+    num_extend, num_rows = len(extends), len(extends) + len(decodes)
+    indices = decodes
+    if num_extend:
+        indices = np.empty(num_rows, dtype=np.int32)
+        indices[:num_extend] = [extend.row for extend in extends]
+        indices[num_extend:] = decodes
+    places = indices.astype(np.intp)
+    requests: list[Request] = placement.request_of_row.take(places).tolist()
+    num_computed = rows.num_computed.take(places)
+    input_lens = np.ones(num_rows, dtype=np.int32)
+    sample = np.ones(num_rows, dtype=np.bool_)
+    by_table = np.zeros(num_rows, dtype=np.bool_)
+    first_decodes = rows.phase.take(places[num_extend:]) == Phase.PREFILL_DONE
+    any_first = bool(np.count_nonzero(first_decodes))
+    if num_extend:
+        input_lens[:num_extend] = [extend.input_len for extend in extends]
+        known = rows.num_known.take(places[:num_extend])
+        sample[:num_extend] = num_computed[:num_extend] + input_lens[:num_extend] == known
+        by_table[:num_extend] = [
+            transition_of(request.request_id, request.state, EVENT_OF_CAUSE[extend.cause]).full_refresh
+            for request, extend in zip(requests, extends, strict=False)
+        ]
     by_table[num_extend:] = first_decodes
-    by_table[:num_extend] = [
-        transition_of(request.request_id, request.state, EVENT_OF_CAUSE[extend.cause]).full_refresh
-        for request, extend in zip(requests, choice.extends, strict=False)
-    ]
-    full_refresh = _refresh_bits(placement, indices, by_table)
-    starts = np.where(full_refresh, np.int32(0), begins)
+    row_lens = rows.num_pages.take(places)
+    begins = np.minimum(rows.sent_len.take(places), row_lens)
+    full_refresh = _refresh_bits(placement, places, by_table)
+    starts = begins * ~full_refresh
     op = ForwardOp(
         session_no=session_no,
         step=step,
         req_pool_indices=indices,
-        row_generations=rows.generation[indices],
+        row_generations=rows.generation.take(places),
         row_lens=row_lens,
         begins=begins,
         sizes=row_lens - begins,
         full_refresh=full_refresh,
-        occupied_pages=rows.gather(indices, starts),
+        occupied_pages=rows.gather(places, starts),
         num_computed=num_computed,
         num_extend_rows=num_extend,
         input_lens=input_lens,
         input_ids=_input_ids(choice, requests, num_computed),
         sample=sample,
-        released_rows=np.array(placement.released_rows, dtype=np.int32),
+        released_rows=_released_rows(placement),
         lease_starts=[
             lease_start(requests[index], int(num_computed[index]), placement.config.vocab_size)
-            for index, extend in enumerate(choice.extends)
+            for index, extend in enumerate(extends)
             if extend.cause is not Cause.CONTINUATION
         ],
         requests=requests,
-        extend_causes=[extend.cause for extend in choice.extends],
-        first_decodes=first_decodes if first_decodes.any() else None,
-        num_logprobs=rows.num_logprobs[indices] if rows.num_asking else None,
+        extend_causes=[extend.cause for extend in extends],
+        first_decodes=first_decodes if any_first else None,
+        num_logprobs=rows.num_logprobs.take(places) if rows.num_asking else None,
+        num_ended=rows.num_ended,
     )
-    placement.released_rows.clear()
-    rows.mark_sent(indices, starts)
-    verify = placement.config.verify
-    if verify is not Verify.OFF:
-        sampled = verify is Verify.SAMPLE
-        if not sampled or step % placement.config.verify_interval == 0:
-            _ask_digests(op, rows, others=sampled)
-    rows.num_computed[indices] = computed_after
-    rows.num_outstanding[indices] += 1
-    _move_requests(placement, choice, requests, sample, first_decodes)
+    rows.mark_sent(places, starts)
+    rows.advance(places, num_computed + input_lens)
+    if num_extend or any_first:
+        _move_requests(placement, choice, requests, sample, first_decodes)
     return op
+
+
+def _released_rows(placement: Placement) -> Int32Array:
+    """Rows released since the last op, of which this op tells."""
+    if not placement.released_rows:
+        return _NO_TOKENS
+    released = np.array(placement.released_rows, dtype=np.int32)
+    placement.released_rows.clear()
+    return released
 
 
 def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseStart:
@@ -128,14 +183,14 @@ def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
     return row_digests(rows.pages, indices, lens, lens)
 
 
-def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray) -> BoolArray:
+def _refresh_bits(placement: Placement, indices: npt.NDArray[np.intp], by_table: BoolArray) -> BoolArray:
     rows = placement.rows
     policy = placement.config.refresh_policy
     if policy is RefreshPolicy.TAIL_ONLY:
         return np.zeros(len(indices), dtype=np.bool_)
     if policy is RefreshPolicy.ALWAYS:
         return np.ones(len(indices), dtype=np.bool_)
-    bits: BoolArray = rows.unsent[indices] | rows.dirty[indices]
+    bits: BoolArray = rows.unsent.take(indices) | rows.dirty.take(indices)
     if policy is RefreshPolicy.TRANSITION:
         return bits | by_table
     for index in np.flatnonzero(rows.dirty[indices] & ~rows.unsent[indices]).tolist():
@@ -144,11 +199,13 @@ def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray
 
 
 def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array) -> Int32Array:
+    if not choice.extends:
+        return _NO_TOKENS
     parts = [
         request.token_slice(int(start), int(start) + extend.input_len)
         for extend, request, start in zip(choice.extends, requests, num_computed, strict=False)
     ]
-    return np.concatenate(parts) if parts else _NO_TOKENS
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _move_requests(

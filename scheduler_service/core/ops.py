@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from scheduler_service.core.request import Request
+    from scheduler_service.core.steady import SteadyRows
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -124,6 +125,10 @@ class ForwardOp:
     extend_causes: list[Cause] = field(default_factory=list)  # [num_extend_rows]
     first_decodes: BoolArray | None = None  # [R - num_extend_rows], rows that came from PrefillDone; None: no row did
     num_logprobs: Int32Array | None = None  # [R], -1 where the request wants none; None: nobody wants any
+    # What makes a result quick to take in; the defaults leave it to be found out.
+    steady: SteadyRows | None = None  # the rows as a whole, if they run as in the step before
+    num_ended: int = -1  # leases that had ended when the op was planned
+    may_end: bool = True  # whether a row may have its last token by this op, without a stop token
     # Verification, see `digests`; None: this op asks for none.
     row_digests: UInt64Array | None = None  # [R], of the op's own rows
     verify_rows: Int32Array | None = None  # [V], other rows that are to be compared

@@ -22,12 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.ops import BoolArray, Cause, Int32Array
+from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
+from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase
+from scheduler_service.core.steady import SteadyRows
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
 _NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
@@ -48,6 +50,7 @@ class Choice:
 
     extends: list[Extend] = field(default_factory=list)
     decodes: Int32Array = field(default_factory=lambda: _NO_ROWS)
+    steady: SteadyRows | None = None  # what is known of `decodes` beforehand
 
     @property
     def is_empty(self) -> bool:
@@ -82,6 +85,9 @@ class Planner:
         self._lease_bytes = 0  # of the leases that begin in this step
         self._num_leases = 0
         self._refusal: tuple[object, ...] = ()  # circumstances under which the head last did not fit
+        self._refused_need = 0  # available pages that it lacked then
+        self._steady: SteadyRows | None = None
+        self._last_op: tuple[int, ForwardOp] | None = None  # with the table's version right after it
 
     def choose(self, plan_no: int, *, idle: bool, alone: Request | None = None) -> Choice:
         """The rows of step `plan_no`; `idle`: no op is in flight; `alone`: a request that must have a step to itself."""
@@ -120,24 +126,34 @@ class Planner:
     def forget(self) -> None:
         """What the last plan found is not to be relied on."""
         self._refusal = ()
+        self._steady = self._last_op = None
+
+    def note_op(self, op: ForwardOp) -> None:
+        """The op that came of the choice."""
+        if not op.num_extend_rows and self._config.refresh_policy is not RefreshPolicy.ALWAYS:
+            self._last_op = (self._rows.version, op)
 
     # Rows in use
 
     def _choose_decodes(self) -> None:
-        rows = self._rows
-        order = self._placement.holder_rows()
-        wanted = (rows.phase[order] >= Phase.PREFILL_DONE) & (rows.num_computed[order] + 1 < rows.limit_len[order])
-        chosen = order[wanted][: self._budget]
-        if not len(chosen):
+        if self._is_steady() and self._choose_steady():
             return
-        growing = rows.num_computed[chosen] >= rows.num_pages[chosen] * self._config.page_size
-        publishing = rows.phase[chosen] == Phase.PREFILL_DONE
+        rows = self._rows
+        order = self._placement.holder_places()
+        phase, num_computed = rows.phase.take(order), rows.num_computed.take(order)
+        wanted = ((phase >= Phase.PREFILL_DONE) & (num_computed + 1 < rows.limit_len.take(order))).nonzero()[0]
+        wanted = wanted[: self._budget]
+        if not len(wanted):
+            return
+        chosen = self._placement.holder_rows().take(wanted)
+        if self._begin_steady(chosen, phase) and self._choose_steady():
+            return
+        growing = num_computed.take(wanted) >= rows.num_pages.take(chosen) * self._config.page_size
+        publishing = phase.take(wanted) == Phase.PREFILL_DONE
         self._choice.decodes = chosen
         self._budget -= len(chosen)
-        num_growing = int(growing.sum())
-        if not publishing.any() and num_growing <= self._placement.num_available:
-            if num_growing:
-                rows.append_one_each(chosen[growing], self._placement.take_one_by_one(num_growing))
+        if np.count_nonzero(growing | publishing) <= self._placement.num_available:
+            self._grow_all(chosen, growing, publishing)
             return
         # A row that was retracted for one before it needs nothing any more: live_generation is looked at in its turn.
         self._drop_decodes(
@@ -148,10 +164,56 @@ class Planner:
             ]
         )
 
+    def _grow_all(self, chosen: Int32Array, growing: BoolArray, publishing: BoolArray) -> None:
+        """There are pages for all: give each growing row its own, in order; those that publish do so in their turn."""
+        start = 0
+        for stop in [*publishing.nonzero()[0].tolist(), len(chosen)]:
+            places = chosen[start:stop][growing[start:stop]]
+            if len(places):
+                self._rows.append_one_each(places, self._placement.take_one_by_one(len(places)))
+            if stop < len(chosen):
+                row = int(chosen[stop])
+                self._grow(row, int(self._rows.num_computed[row]) + 1)
+            start = stop + 1
+
+    def _is_steady(self) -> bool:
+        """Whether the decode rows are those of the last step, and no row is in the middle of its prompt."""
+        steady = self._steady
+        return (
+            steady is not None
+            and steady.version == self._rows.version
+            and steady.steps_left > 0
+            and steady.budget == self.token_budget
+        )
+
+    def _begin_steady(self, chosen: Int32Array, phases: npt.NDArray[np.uint8]) -> bool:
+        """After two steps with the same rows and nothing between them: see whether `SteadyRows` serves from now on."""
+        if self._last_op is None or self._last_op[0] != self._rows.version or self._budget != self.token_budget:
+            return False
+        op = self._last_op[1]
+        if not np.array_equal(op.req_pool_indices, chosen) or (phases == Phase.PREFILLING).any():
+            return False
+        self._steady = SteadyRows(op, self._rows, self._budget)
+        return True
+
+    def _choose_steady(self) -> bool:
+        steady = self._steady
+        assert steady is not None
+        growing = steady.growing()
+        if len(growing):
+            if len(growing) > self._placement.num_available:
+                return False
+            steady.grow(growing, self._placement.take_one_by_one(len(growing)))
+        self._choice.decodes, self._choice.steady = steady.indices, steady
+        self._budget -= len(steady.indices)
+        return True
+
     def _choose_continuations(self) -> None:
+        if self._is_steady():
+            return
         rows = self._rows
-        order = self._placement.holder_rows()
-        for row in order[rows.phase[order] == Phase.PREFILLING].tolist():
+        order = self._placement.holder_places()
+        for row in order[rows.phase.take(order) == Phase.PREFILLING].tolist():
             if self._budget == 0:
                 break
             if not rows.live_generation[row]:
@@ -244,15 +306,16 @@ class Planner:
         if self._budget == 0 or self._rows.num_free == 0:
             return False
         watermark = placement.num_holders if watermark is None else watermark
-        circumstances = (request, watermark, placement.pool.num_free, placement.cache.num_evictable, placement.cache.clock)
-        if circumstances == self._refusal:
+        # What the tree has of it is the same as long as these are: its own eviction and every use of the tree change one.
+        circumstances = (request, placement.cache.num_evictable, placement.cache.clock)
+        if circumstances == self._refusal and self._refused_need + watermark > placement.num_available:
             return False
         num_known = len(request.tokens)
         match = placement.match(request)
         matched, evictable = (len(match.pages), match.num_evictable) if match is not None else (0, 0)
         need = placement.pages_for(num_known) - matched
         if need + watermark > placement.num_available - evictable:
-            self._refusal = circumstances
+            self._refusal, self._refused_need = circumstances, need + evictable
             return False
         cached = matched * self._config.page_size
         lease_bytes = self._lease_bytes + request.lease_bytes(cached)

@@ -62,17 +62,25 @@ class RowTable:
         self.sent_len: Int32Array = numbers[2]  # pages sent in this lease
         self.generation: Int32Array = numbers[3]  # leases of the row number so far
         self.live_generation: Int32Array = numbers[4]  # generation while leased, else 0
-        self.num_computed: Int32Array = numbers[5]  # tokens computed by ops planned so far
-        self.num_known: Int32Array = numbers[6]  # tokens whose ids are known
-        self.limit_len: Int32Array = numbers[7]  # the request ends when it knows so many
-        self.num_outstanding: Int32Array = numbers[8]  # ops of this lease in flight
+        self.limit_len: Int32Array = numbers[5]  # the request ends when it knows so many
+        self.num_computed: Int32Array = numbers[6]  # tokens computed by ops planned so far
+        self.num_outstanding: Int32Array = numbers[7]  # ops of this lease in flight
+        self.num_known: Int32Array = numbers[8]  # tokens whose ids are known
         self.num_logprobs: Int32Array = numbers[9]  # -1: the request wants none
+        # What a plain step and its result advance lies side by side.
+        self.planned: Int32Array = numbers[6:8]
+        self.answered: Int32Array = numbers[7:9]
         self.num_logprobs[:] = -1
+        self._numbers_of_free = numbers[:, 0].copy()
         self.phase: npt.NDArray[np.uint8] = flags[0]
         self.dirty: BoolArray = flags[1].view(np.bool_)  # an entry below sent_len was repointed
         self.unsent: BoolArray = flags[2].view(np.bool_)  # no op of this lease was planned yet
         self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
         self.num_asking = 0  # rows whose request wants log probabilities
+        self.version = 0
+        """Another one after each change but those of `planned` and `answered` in plain decode steps; never set back."""
+        self.num_ended = 0
+        """Leases ended so far; never set back."""
         self._free = list(range(max_rows, 0, -1))
 
     @property
@@ -92,46 +100,42 @@ class RowTable:
         if not self._free:
             raise PageAccountingError("a row was wanted, none is free")
         self._note_leases()
-        if preferred in self._free:
+        self.version += 1
+        if preferred and preferred in self._free:
             self._free.remove(preferred)
             row = preferred
         else:
             row = self._free.pop()
-        self.generation[row] += 1
-        self.live_generation[row] = self.generation[row]
+        self.generation[row] = self.live_generation[row] = self.generation[row] + 1
         self.unsent[row] = True
         return row
 
     def end_lease(self, row: int) -> None:
         """Give a row number back and clear its entries."""
-        if not self.live_generation[row]:
+        generation = self.live_generation[row]
+        if not generation:
             raise PageAccountingError(f"row {row} is given back, but is free already")
         self._note_leases()
-        self._note_entries(row, 0, int(self.num_pages[row]))
+        num_pages = int(self.num_pages[row])
+        self._note_entries(row, 0, num_pages)
         self._note_stop_ids(row)
-        self.pages[row, : self.num_pages[row]] = 0
-        for column in (
-            self.num_pages,
-            self.num_tree,
-            self.sent_len,
-            self.live_generation,
-            self.num_computed,
-            self.num_known,
-            self.limit_len,
-            self.num_outstanding,
-            self.phase,
-        ):
-            column[row] = 0
-        self.dirty[row] = self.unsent[row] = False
-        self.stop_ids[row] = -1
+        self.version += 1
+        self.num_ended += 1
         if self.num_logprobs[row] >= 0:
             self.num_asking -= 1
-            self.num_logprobs[row] = -1
+        self.pages[row, :num_pages] = 0
+        self._numbers[:, row] = self._numbers_of_free
+        self.generation[row] = generation
+        self._flags[:, row] = 0
+        self.stop_ids[row] = -1
         self._free.append(row)
 
     def set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         """Ids that end the row's request."""
+        if not stop_ids:
+            return  # all its entries are -1
         self._note_stop_ids(row)
+        self.version += 1
         if len(stop_ids) > self.stop_ids.shape[1]:
             wider = np.full((len(self.num_pages), len(stop_ids)), -1, dtype=np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
@@ -141,6 +145,7 @@ class RowTable:
     def ask_logprobs(self, row: int, count: int) -> None:
         """The row's request wants the log probability of each token, and those of the `count` most probable ones."""
         self._note_leases()
+        self.version += 1
         self.num_logprobs[row] = count
         self.num_asking += 1
 
@@ -150,20 +155,25 @@ class RowTable:
 
     def append(self, row: int, pages: Int32Array) -> None:
         """Grow one row by `pages`."""
+        if not len(pages):
+            return
         start = int(self.num_pages[row])
         stop = start + len(pages)
         if stop > self.max_pages_per_row:
             raise PageAccountingError(f"row {row} would have {stop} pages, but is {self.max_pages_per_row} wide")
-        self._note_entries(row, start, stop)
+        self._note_free_entries(row, start, stop)
+        self.version += 1
         self.pages[row, start:stop] = pages
         self.num_pages[row] = stop
 
-    def append_one_each(self, rows: Int32Array, pages: Int32Array) -> None:
+    def append_one_each(self, rows: npt.NDArray[np.integer], pages: Int32Array) -> None:
         """Grow each of `rows` by one page, vectorised; rows are distinct and not full."""
-        places = self.num_pages[rows]
-        self._journal.note(lambda: self.pages.__setitem__((rows, places), 0))
+        places = self.num_pages.take(rows)
+        if self._journal.is_open:
+            self._journal.note(lambda: self.pages.__setitem__((rows, places), 0))
+        self.version += 1
         self.pages[rows, places] = pages
-        self.num_pages[rows] += 1
+        self.num_pages[rows] = places + 1
 
     def repoint(self, row: int, start: int, pages: Int32Array) -> None:
         """Write existing entries [start, start + len(pages)): the one way to change what may have been sent already."""
@@ -171,6 +181,7 @@ class RowTable:
         if stop > self.num_pages[row]:
             raise PageAccountingError(f"row {row}: entries [{start}, {stop}) are repointed, it has {self.num_pages[row]}")
         self._note_entries(row, start, stop)
+        self.version += 1
         entries = self.pages[row, start:stop]
         sent = int(self.sent_len[row]) - start
         if sent > 0 and (entries[:sent] != pages[:sent]).any():
@@ -183,26 +194,34 @@ class RowTable:
         length = min(int(self.sent_len[row]), int(self.num_pages[row]))
         return bool((self.pages[row, :length] != self.sent_pages[row, :length]).any())
 
-    def gather(self, rows: Int32Array, starts: Int32Array) -> Int32Array:
+    def gather(self, rows: npt.NDArray[np.integer], starts: Int32Array) -> Int32Array:
         """Entries [start, num_pages) of each row, concatenated in the order of `rows`, int32."""
-        counts = self.num_pages[rows] - starts
-        total = int(counts.sum())
+        counts = self.num_pages.take(rows) - starts
+        ends = counts.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
         if total == 0:
             return np.empty(0, dtype=np.int32)
-        ends = np.cumsum(counts)
-        columns = np.arange(total) + np.repeat(starts - (ends - counts), counts)
-        entries: Int32Array = self.pages[np.repeat(rows, counts), columns]
+        if len(rows) == 1:
+            return self.pages[rows[0], starts[0] : starts[0] + total].copy()
+        # Places in the table read as one line.
+        offsets = rows * np.intp(self.max_pages_per_row) + starts - (ends - counts)
+        entries: Int32Array = self.pages.ravel().take(offsets.repeat(counts) + np.arange(total))
         return entries
 
-    def mark_sent(self, rows: Int32Array, starts: Int32Array) -> None:
+    def mark_sent(self, rows: npt.NDArray[np.integer], starts: Int32Array) -> None:
         """Note that entries [start, num_pages) of each row are in an op."""
         if self.sent_pages is not None:
             for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
                 self._note_entries(row, start, int(self.num_pages[row]), self.sent_pages)
                 self.sent_pages[row, start : self.num_pages[row]] = self.pages[row, start : self.num_pages[row]]
-        self.sent_len[rows] = self.num_pages[rows]
-        self.dirty[rows] = False
-        self.unsent[rows] = False
+        self.sent_len[rows] = self.num_pages.take(rows)
+        self._flags[1:, rows] = 0  # neither dirty nor unsent
+
+    def advance(self, rows: npt.NDArray[np.intp], num_computed: Int32Array) -> None:
+        """An op with `rows` is planned, after which so much of each is computed."""
+        self.version += 1
+        self.num_computed[rows] = num_computed
+        self.num_outstanding[rows] += 1
 
     def reset(self) -> None:
         """End every lease; generations go on counting."""
@@ -214,6 +233,7 @@ class RowTable:
         numbers, flags = self._numbers.copy(), self._flags.copy()
 
         def restore() -> None:
+            self.version += 1
             self._numbers[:] = numbers
             self._flags[:] = flags
 
@@ -227,6 +247,12 @@ class RowTable:
                 self._free, self.num_asking = free, num_asking
 
             self._journal.note(restore)
+
+    def _note_free_entries(self, row: int, start: int, stop: int) -> None:
+        """As `_note_entries`, of entries past the row's length: they are 0."""
+        if self._journal.is_open:
+            entries = self.pages[row, start:stop]
+            self._journal.note(lambda: entries.fill(0))
 
     def _note_stop_ids(self, row: int) -> None:
         if self._journal.is_open:

@@ -292,6 +292,7 @@ class Scheduler:
         self._step += 1
         op = build_op(self.placement, choice, self.session_no, self._step)
         self._in_flight.append(op)
+        self._planner.note_op(op)
         return op
 
     def _note_finished(self, request: Request) -> None:
