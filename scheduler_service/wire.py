@@ -154,7 +154,7 @@ def lease_to_proto(lease: LeaseStart) -> forward_pb2.LeaseStart:
     return forward_pb2.LeaseStart(
         req_pool_index=lease.req_pool_index,
         request_id=lease.request_id,
-        sampling=None if lease.sampling == GREEDY else sampling_to_proto(lease.sampling),
+        sampling=None if lease.sampling is GREEDY or lease.sampling == GREEDY else sampling_to_proto(lease.sampling),
         stop_ids=int32_to_bytes(lease.stop_ids) if lease.stop_ids else b"",
         prompt_len=lease.prompt_len,
         traceparent=lease.traceparent,

@@ -12,12 +12,19 @@ Outside of `run`, nothing is noted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 K = TypeVar("K")
 P = ParamSpec("P")
 T = TypeVar("T")
 Restore = Callable[[], object]
+
+
+class Saved(Protocol):
+    """Something that can say what it is now."""
+
+    def saved(self) -> Restore:
+        """Puts that back, whatever has become of it."""
 
 
 class Journal:
@@ -27,6 +34,7 @@ class Journal:
         self.is_open = False
         self._snapshots: list[Callable[[], Restore]] = []
         self._undo: list[Restore] = []
+        self._kept: set[Saved] = set()
 
     def watch(self, snapshot: Callable[[], Restore]) -> None:
         """From now on call `snapshot` before each change; what it returns is called if the change fails.
@@ -41,11 +49,18 @@ class Journal:
         if self.is_open:
             self._undo.append(restore)
 
+    def keep(self, thing: Saved) -> None:
+        """`thing` is about to be changed. What it is the first time in a change is noted: that is what is put back last."""
+        if self.is_open and thing not in self._kept:
+            self._undo.append(thing.saved())
+            self._kept.add(thing)
+
     def put(self, mapping: dict[K, T], key: K, value: T | None) -> None:
         """`mapping[key] = value`, to be taken back with the change; None removes the key."""
         old = mapping.get(key)
         if old is not value:
-            self.note(lambda: _put(mapping, key, old))
+            if self.is_open:
+                self._undo.append(lambda: _put(mapping, key, old))
             _put(mapping, key, value)
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,11 +73,15 @@ class Journal:
             self.is_open = False
             for restore in (*reversed(self._undo), *restores):
                 restore()
-            self._undo.clear()
+            self._forget()
             raise
         self.is_open = False
-        self._undo.clear()
+        self._forget()
         return result
+
+    def _forget(self) -> None:
+        self._undo.clear()
+        self._kept.clear()
 
 
 def _put(mapping: dict[K, T], key: K, value: T | None) -> None:

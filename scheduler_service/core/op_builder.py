@@ -25,6 +25,7 @@ EVENT_OF_CAUSE = {
     Cause.DECODE: Event.SCHEDULE_DECODE,
 }
 
+_PREFILL_DONE = int(Phase.PREFILL_DONE)
 _PHASE_OF_STATE = {
     State.PREFILLING: Phase.PREFILLING,
     State.PREFILL_DONE: Phase.PREFILL_DONE,
@@ -93,7 +94,7 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
     input_lens = np.ones(num_rows, dtype=np.int32)
     sample = np.ones(num_rows, dtype=np.bool_)
     by_table = np.zeros(num_rows, dtype=np.bool_)
-    first_decodes = rows.phase.take(places[num_extend:]) == Phase.PREFILL_DONE
+    first_decodes = rows.phase.take(places[num_extend:]) == _PREFILL_DONE
     any_first = bool(np.count_nonzero(first_decodes))
     if num_extend:
         input_lens[:num_extend] = [extend.input_len for extend in extends]

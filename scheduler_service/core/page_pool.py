@@ -29,6 +29,9 @@ class PageState(IntEnum):
     CACHED = 2
 
 
+_FREE, _PRIVATE, _CACHED = (np.uint8(state) for state in PageState)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Pages by owner; the three add up to num_pages."""
@@ -74,9 +77,8 @@ class PagePool:
             raise PageAccountingError(f"{count} pages wanted, {self.num_free} free")
         low = self.num_free - count
         pages = self._stack[low : self.num_free][::-1].copy()
-        self._note_states(pages, np.uint8(PageState.FREE))
+        self._set_states(pages, _FREE, _PRIVATE)
         self.num_free = low
-        self._states[pages] = PageState.PRIVATE
         return pages
 
     def give(self, pages: Int32Array) -> None:
@@ -85,25 +87,27 @@ class PagePool:
         if count == 0:
             return
         states = self._states[pages]
-        if (states == PageState.FREE).any() or (pages < 1).any():
-            bad = pages[(states == PageState.FREE) | (pages < 1)]
+        if not states.all() or pages.min() < 1:
+            bad = pages[(states == _FREE) | (pages < 1)]
             raise PageAccountingError(f"pages {bad.tolist()} are given back, but are free already or reserved")
-        if count > 1 and len(np.unique(pages)) != count:
+        ordered = np.sort(pages)
+        if (ordered[1:] == ordered[:-1]).any():
             raise PageAccountingError(f"pages {pages.tolist()} are given back, one of them twice")
-        self._note_states(pages, states)
         self._note_stack(self.num_free, count)
+        self._set_states(pages, states, _FREE)
         self._stack[self.num_free : self.num_free + count] = pages
         self.num_free += count
-        self.num_cached -= int((states == PageState.CACHED).sum())
-        self._states[pages] = PageState.FREE
+        self.num_cached -= int(np.count_nonzero(states == _CACHED))
 
     def publish(self, pages: Int32Array) -> None:
         """Hand private pages to the prefix tree."""
-        if (self._states[pages] != PageState.PRIVATE).any():
-            bad = pages[self._states[pages] != PageState.PRIVATE]
+        if not len(pages):
+            return
+        states = self._states[pages]
+        if (states != _PRIVATE).any():
+            bad = pages[states != _PRIVATE]
             raise PageAccountingError(f"pages {bad.tolist()} are published, but are not private")
-        self._note_states(pages, np.uint8(PageState.PRIVATE))
-        self._states[pages] = PageState.CACHED
+        self._set_states(pages, _PRIVATE, _CACHED)
         self.num_cached += len(pages)
 
     def free_pages(self) -> Int32Array:
@@ -122,8 +126,11 @@ class PagePool:
 
         return restore
 
-    def _note_states(self, pages: Int32Array, states: npt.NDArray[np.uint8] | np.uint8) -> None:
-        self._journal.note(lambda: self._states.__setitem__(pages, states))
+    def _set_states(self, pages: Int32Array, before: npt.NDArray[np.uint8] | np.uint8, state: np.uint8) -> None:
+        places = pages.astype(np.intp)
+        if self._journal.is_open:
+            self._journal.note(lambda: self._states.__setitem__(places, before))
+        self._states[places] = state
 
     def _note_stack(self, start: int, count: int) -> None:
         if self._journal.is_open:

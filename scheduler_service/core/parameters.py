@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import BadParameterError, UnsupportedParameterError
-from scheduler_service.core.ops import SamplingParams
+from scheduler_service.core.ops import GREEDY, SamplingParams
 
 MAX_REQUEST_ID_LEN = 256
 MAX_NAMESPACE_LEN = 256
@@ -18,6 +18,7 @@ MAX_STOP_IDS = 1024
 MAX_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
+_TINY = float(np.finfo(np.float32).tiny)  # for bounds of 0 that do not belong to the range
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -44,6 +45,8 @@ def check_parameters(
         raise BadParameterError(request_id, "stop_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS} ids")
     for stop_id in stop_ids:
         _integer(request_id, "stop_ids", stop_id, 0, _INT32_MAX)
+    if sampling is GREEDY:
+        return
     _check_sampling(request_id, sampling, config.vocab_size)
     if config.greedy_only:
         _check_greedy(request_id, sampling)
@@ -51,6 +54,8 @@ def check_parameters(
 
 def check_labels(request_id: str, cache_namespace: str, traceparent: str) -> None:
     """Refuse labels that are too long. Raises BadParameterError."""
+    if not cache_namespace and not traceparent:
+        return
     for name, value, most in (
         ("cache_namespace", cache_namespace, MAX_NAMESPACE_LEN),
         ("traceparent", traceparent, MAX_TRACEPARENT_LEN),
@@ -102,11 +107,15 @@ def _check_greedy(request_id: str, sampling: SamplingParams) -> None:
 
 
 def _integer(request_id: str, name: str, value: object, low: int, high: int) -> None:
+    if type(value) is int and low <= value <= high:
+        return
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
         raise BadParameterError(request_id, name, value, f"an integer from {low} to {high}")
 
 
 def _real(request_id: str, name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if type(value) is float and (_TINY if open_low else low) <= value <= high:
+        return  # the bounds are float32, so the nearest float32 is within them as well
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BadParameterError(request_id, name, value, "a finite number")
     # As the runtime will read it: a double may be above 0 where the nearest float32 is not.

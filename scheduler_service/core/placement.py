@@ -20,6 +20,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase, RowTable
 
 _NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+_PREFILLING = int(Phase.PREFILLING)
 
 
 class Placement:
@@ -96,17 +97,18 @@ class Placement:
         if tail_only:
             rows.sent_len[row] = request.sent_len
         matched = 0
+        pages = _NO_ROWS
         if match is not None:
             self.cache.lock(match.node)
             request.node = match.node
-            matched = len(match.pages)
-            rows.append(row, match.pages)
-            rows.num_tree[row] = matched
-        rows.append(row, self.take(self.pages_for(num_tokens) - matched))
+            pages = match.pages
+            rows.num_tree[row] = matched = len(pages)
+        more = self.take(self.pages_for(num_tokens) - matched)
+        rows.append(row, np.concatenate((pages, more)) if matched else more)
         rows.num_computed[row] = matched * self.page_size
         rows.num_known[row] = len(request.tokens)
         rows.limit_len[row] = request.limit_len
-        rows.phase[row] = Phase.PREFILLING
+        rows.phase[row] = _PREFILLING
         rows.set_stop_ids(row, request.stop_ids)
         if request.sampling.num_logprobs is not None:
             rows.ask_logprobs(row, request.sampling.num_logprobs)
@@ -204,8 +206,7 @@ class Placement:
 
     def keep(self, request: Request) -> None:
         """The request is about to be changed: note what it is now."""
-        if self.journal.is_open:
-            self.journal.note(request.saved())
+        self.journal.keep(request)
 
     def _snapshot(self) -> Restore:
         released_rows = list(self.released_rows)

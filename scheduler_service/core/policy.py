@@ -33,6 +33,7 @@ from scheduler_service.core.steady import SteadyRows
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
 _NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+_PREFILLING, _PREFILL_DONE = int(Phase.PREFILLING), int(Phase.PREFILL_DONE)
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Planner:
                     return
                 self._retract_row(victim)
             self._retracted.remove(request)
-        elif self._rows.phase[request.row] == Phase.PREFILLING:
+        elif self._rows.phase[request.row] == _PREFILLING:
             self._continue(request.row, alone=True)
         elif self._grow(request.row, int(self._rows.num_computed[request.row]) + 1, alone=True):
             self._choice.decodes = np.array([request.row], dtype=np.int32)
@@ -140,8 +141,10 @@ class Planner:
             return
         rows = self._rows
         order = self._placement.holder_places()
+        if not len(order):
+            return
         phase, num_computed = rows.phase.take(order), rows.num_computed.take(order)
-        wanted = ((phase >= Phase.PREFILL_DONE) & (num_computed + 1 < rows.limit_len.take(order))).nonzero()[0]
+        wanted = ((phase >= _PREFILL_DONE) & (num_computed + 1 < rows.limit_len.take(order))).nonzero()[0]
         wanted = wanted[: self._budget]
         if not len(wanted):
             return
@@ -149,7 +152,7 @@ class Planner:
         if self._begin_steady(chosen, phase) and self._choose_steady():
             return
         growing = num_computed.take(wanted) >= rows.num_pages.take(chosen) * self._config.page_size
-        publishing = phase.take(wanted) == Phase.PREFILL_DONE
+        publishing = phase.take(wanted) == _PREFILL_DONE
         self._choice.decodes = chosen
         self._budget -= len(chosen)
         if np.count_nonzero(growing | publishing) <= self._placement.num_available:
@@ -191,7 +194,7 @@ class Planner:
         if self._last_op is None or self._last_op[0] != self._rows.version or self._budget != self.token_budget:
             return False
         op = self._last_op[1]
-        if not np.array_equal(op.req_pool_indices, chosen) or (phases == Phase.PREFILLING).any():
+        if not np.array_equal(op.req_pool_indices, chosen) or (phases == _PREFILLING).any():
             return False
         self._steady = SteadyRows(op, self._rows, self._budget)
         return True
@@ -209,11 +212,11 @@ class Planner:
         return True
 
     def _choose_continuations(self) -> None:
-        if self._is_steady():
-            return
         rows = self._rows
         order = self._placement.holder_places()
-        for row in order[rows.phase.take(order) == Phase.PREFILLING].tolist():
+        if not len(order) or self._is_steady():
+            return
+        for row in order[rows.phase.take(order) == _PREFILLING].tolist():
             if self._budget == 0:
                 break
             if not rows.live_generation[row]:
@@ -257,7 +260,7 @@ class Planner:
         rows = self._rows
         order = self._placement.holder_rows()
         for candidate in order[:0:-1].tolist():
-            last_token_planned = rows.phase[candidate] >= Phase.PREFILL_DONE and (
+            last_token_planned = rows.phase[candidate] >= _PREFILL_DONE and (
                 rows.num_computed[candidate] + 1 >= rows.limit_len[candidate]
             )
             if not last_token_planned:

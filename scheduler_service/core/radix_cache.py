@@ -146,7 +146,7 @@ class RadixCache:
         self.clock += 1
         current: Node | None = node
         while current is not None:
-            self._keep(current)
+            self._journal.keep(current)
             if current.locks == 0:
                 self.num_locked += len(current.pages)
             current.locks += 1
@@ -166,7 +166,7 @@ class RadixCache:
         self.clock += 1
         current: Node | None = node
         while current is not None:
-            self._keep(current)
+            self._journal.keep(current)
             current.locks -= 1
             current.last_use = self.clock
             if current.locks == 0:
@@ -192,7 +192,7 @@ class RadixCache:
             if leaf.locks or leaf.children or last_use != leaf.last_use:
                 self._enqueue(leaf)
                 continue
-            self._keep(leaf)
+            self._journal.keep(leaf)
             cut = min(missing, len(leaf.pages))
             keep = len(leaf.pages) - cut
             taken.append(leaf.pages[keep:][::-1])
@@ -252,7 +252,7 @@ class RadixCache:
         assert parent is not None  # a root holds no pages
         upper = Node(parent, node.tokens[:cut], node.pages[:count], parent.depth + count, self._next_serial())
         upper.locks, upper.last_use = node.locks, node.last_use
-        self._keep(node)
+        self._journal.keep(node)
         self._journal.put(parent.children, self.key(upper.tokens, 0), upper)
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
         upper.children[self.key(node.tokens, 0)] = node
@@ -272,7 +272,7 @@ class RadixCache:
             self._journal.put(self._roots, root.namespace, None)
 
     def _touch(self, node: Node) -> None:
-        self._keep(node)
+        self._journal.keep(node)
         node.last_use = self.clock
         self._enqueue(node)
 
@@ -286,10 +286,6 @@ class RadixCache:
     def _next_serial(self) -> int:
         self._serial += 1
         return self._serial
-
-    def _keep(self, node: Node) -> None:
-        if self._journal.is_open:
-            self._journal.note(node.saved())
 
     def _snapshot(self) -> Restore:
         num_pages, num_locked = self.num_pages, self.num_locked

@@ -5,8 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import BadTokenError, EmptyPromptError, IllegalTransitionError, PromptTooLongError
@@ -144,16 +147,19 @@ class Request:
 
     def saved(self) -> Restore:
         """Puts back what the request is now, except for tokens that were added, whatever has become of it."""
-        values = [(name, getattr(self, name)) for name in Request.__slots__]
+        values = _ALL_OF(self)
 
         def restore() -> None:
-            for name, value in values:
+            for name, value in zip(Request.__slots__, values, strict=True):
                 setattr(self, name, value)
 
         return restore
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state} row={self.row} tokens={len(self.tokens)}/{self.limit_len}>"
+
+
+_ALL_OF = attrgetter(*Request.__slots__)
 
 
 def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: SchedulerConfig) -> Int32Array:
@@ -165,14 +171,8 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     if len(prompt) == 0:
         raise EmptyPromptError(request_id)
     tokens = prompt if isinstance(prompt, np.ndarray) else np.array(list(prompt), dtype=object)
-    if tokens.dtype == object or not np.issubdtype(tokens.dtype, np.integer):
-        for position, token in enumerate(tokens.tolist()):
-            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < config.vocab_size:
-                raise BadTokenError(request_id, position, token, config.vocab_size)
-    bad = (tokens < 0) | (tokens >= config.vocab_size)
-    if bad.any():
-        position = int(bad.argmax())
-        raise BadTokenError(request_id, position, int(tokens[position]), config.vocab_size)
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.view(np.uint32).max() >= config.vocab_size:
+        _check_tokens(request_id, tokens, config)
     length = len(tokens)
     if length > config.room:
         if config.max_pages_per_row <= config.num_pages:
@@ -184,6 +184,18 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
         why = f"max_context = {config.max_context}, of which at least 1 is for the answer,"
         raise PromptTooLongError(request_id, length, config.max_context - 1, why)
     return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def _check_tokens(request_id: str, tokens: npt.NDArray[Any], config: SchedulerConfig) -> None:
+    """The words for what is wrong with tokens, if anything is."""
+    if tokens.dtype == object or not np.issubdtype(tokens.dtype, np.integer):
+        for position, token in enumerate(tokens.tolist()):
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < config.vocab_size:
+                raise BadTokenError(request_id, position, token, config.vocab_size)
+    bad = (tokens < 0) | (tokens >= config.vocab_size)
+    if bad.any():
+        position = int(bad.argmax())
+        raise BadTokenError(request_id, position, int(tokens[position]), config.vocab_size)
 
 
 def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> tuple[int, FinishReason]:
