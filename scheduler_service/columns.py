@@ -25,6 +25,8 @@ class BadColumnError(InvalidRequestError):
 
 def int32_to_bytes(values: Int32Array | Sequence[int]) -> bytes:
     """A column of little-endian int32. Raises OverflowError when a value does not fit."""
+    if type(values) is np.ndarray and values.dtype is _INT32:
+        return values.tobytes()
     return np.asarray(values, dtype=_INT32).tobytes()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
@@ -11,7 +10,20 @@ from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, 
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice
 from scheduler_service.core.request import Request
-from scheduler_service.core.row_table import Phase, RowTable
+from scheduler_service.core.row_table import (
+    DIRTY,
+    GENERATION,
+    NUM_COMPUTED,
+    NUM_KNOWN,
+    NUM_LOGPROBS,
+    NUM_OUTSTANDING,
+    NUM_PAGES,
+    PHASE,
+    SENT_LEN,
+    UNSENT,
+    Phase,
+    RowTable,
+)
 from scheduler_service.core.states import Event, State, transition_of
 from scheduler_service.core.steady import SteadyRows
 
@@ -25,6 +37,7 @@ EVENT_OF_CAUSE = {
     Cause.DECODE: Event.SCHEDULE_DECODE,
 }
 
+_CONTINUATION = Cause.CONTINUATION
 _PREFILL_DONE = int(Phase.PREFILL_DONE)
 _PHASE_OF_STATE = {
     State.PREFILLING: Phase.PREFILLING,
@@ -83,37 +96,35 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
     """Rows that differ from those of the step before, or move from one state to another."""
     rows, extends, decodes = placement.rows, choice.extends, choice.decodes
     num_extend, num_rows = len(extends), len(extends) + len(decodes)
-    indices = decodes
-    if num_extend:
-        indices = np.empty(num_rows, dtype=np.int32)
-        indices[:num_extend] = [extend.row for extend in extends]
-        indices[num_extend:] = decodes
+    indices = _join([extend.row for extend in extends], decodes) if num_extend else decodes
     places = indices.astype(np.intp)
     requests: list[Request] = placement.request_of_row.take(places).tolist()
-    num_computed = rows.num_computed.take(places)
-    input_lens = np.ones(num_rows, dtype=np.int32)
-    sample = np.ones(num_rows, dtype=np.bool_)
-    by_table = np.zeros(num_rows, dtype=np.bool_)
-    first_decodes = rows.phase.take(places[num_extend:]) == _PREFILL_DONE
-    any_first = bool(np.count_nonzero(first_decodes))
+    numbers, flags = rows.look_up(places)
+    num_computed, row_lens = numbers[NUM_COMPUTED], numbers[NUM_PAGES]
+    first_decodes = flags[PHASE, num_extend:] == _PREFILL_DONE
+    any_first = np.count_nonzero(first_decodes) > 0
     if num_extend:
-        input_lens[:num_extend] = [extend.input_len for extend in extends]
-        known = rows.num_known.take(places[:num_extend])
-        sample[:num_extend] = num_computed[:num_extend] + input_lens[:num_extend] == known
+        input_lens = _join([extend.input_len for extend in extends], np.ones_like(decodes))
+        computed_after = num_computed + input_lens
+        sample = computed_after == numbers[NUM_KNOWN]
+        sample[num_extend:] = True
+        by_table = np.empty(num_rows, dtype=np.bool_)
         by_table[:num_extend] = [
             transition_of(request.request_id, request.state, EVENT_OF_CAUSE[extend.cause]).full_refresh
             for request, extend in zip(requests, extends, strict=False)
         ]
-    by_table[num_extend:] = first_decodes
-    row_lens = rows.num_pages.take(places)
-    begins = np.minimum(rows.sent_len.take(places), row_lens)
-    full_refresh = _refresh_bits(placement, places, by_table)
+        by_table[num_extend:] = first_decodes
+    else:
+        input_lens, sample, by_table = np.ones_like(indices), np.ones(num_rows, dtype=np.bool_), first_decodes
+        computed_after = num_computed + 1
+    begins = np.minimum(numbers[SENT_LEN], row_lens)
+    full_refresh = _refresh_bits(placement, indices, by_table, flags[DIRTY].view(np.bool_), flags[UNSENT].view(np.bool_))
     starts = begins * ~full_refresh
     op = ForwardOp(
         session_no=session_no,
         step=step,
         req_pool_indices=indices,
-        row_generations=rows.generation.take(places),
+        row_generations=numbers[GENERATION],
         row_lens=row_lens,
         begins=begins,
         sizes=row_lens - begins,
@@ -128,16 +139,16 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
         lease_starts=[
             lease_start(requests[index], int(num_computed[index]), placement.config.vocab_size)
             for index, extend in enumerate(extends)
-            if extend.cause is not Cause.CONTINUATION
+            if extend.cause is not _CONTINUATION
         ],
         requests=requests,
         extend_causes=[extend.cause for extend in extends],
         first_decodes=first_decodes if any_first else None,
-        num_logprobs=rows.num_logprobs.take(places) if rows.num_asking else None,
+        num_logprobs=numbers[NUM_LOGPROBS] if rows.num_asking else None,
         num_ended=rows.num_ended,
     )
     rows.mark_sent(places, starts)
-    rows.advance(places, num_computed + input_lens)
+    rows.advance(places, computed_after, numbers[NUM_OUTSTANDING] + 1)
     if num_extend or any_first:
         _move_requests(placement, choice, requests, sample, first_decodes)
     return op
@@ -184,18 +195,24 @@ def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
     return row_digests(rows.pages, indices, lens, lens)
 
 
-def _refresh_bits(placement: Placement, indices: npt.NDArray[np.intp], by_table: BoolArray) -> BoolArray:
-    rows = placement.rows
+def _join(values: list[int], rest: Int32Array) -> Int32Array:
+    head = np.array(values, dtype=np.int32)
+    return np.concatenate((head, rest)) if len(rest) else head
+
+
+def _refresh_bits(
+    placement: Placement, indices: Int32Array, by_table: BoolArray, dirty: BoolArray, unsent: BoolArray
+) -> BoolArray:
     policy = placement.config.refresh_policy
+    if policy is RefreshPolicy.TRANSITION:
+        return unsent | dirty | by_table
     if policy is RefreshPolicy.TAIL_ONLY:
         return np.zeros(len(indices), dtype=np.bool_)
     if policy is RefreshPolicy.ALWAYS:
         return np.ones(len(indices), dtype=np.bool_)
-    bits: BoolArray = rows.unsent.take(indices) | rows.dirty.take(indices)
-    if policy is RefreshPolicy.TRANSITION:
-        return bits | by_table
-    for index in np.flatnonzero(rows.dirty[indices] & ~rows.unsent[indices]).tolist():
-        bits[index] = rows.changed_since_sent(int(indices[index]))
+    bits: BoolArray = unsent | dirty
+    for index in np.flatnonzero(dirty & ~unsent).tolist():
+        bits[index] = placement.rows.changed_since_sent(int(indices[index]))
     return bits
 
 
@@ -220,7 +237,7 @@ def _move_requests(
         request.move(EVENT_OF_CAUSE[extend.cause], whole if sample[index] else State.PREFILLING)
         phase[extend.row] = _PHASE_OF_STATE[request.state]
     num_extend = len(choice.extends)
-    for index in np.flatnonzero(first_decodes).tolist():
+    for index in first_decodes.nonzero()[0].tolist():
         placement.keep(requests[num_extend + index])
         requests[num_extend + index].move(Event.SCHEDULE_DECODE, State.DECODING)
         phase[choice.decodes[index]] = Phase.DECODING

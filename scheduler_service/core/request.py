@@ -18,6 +18,7 @@ from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
 from scheduler_service.core.radix_node import Node
 from scheduler_service.core.states import Event, State, transition_of
 
+_INT32 = np.dtype(np.int32)
 _INT32_MAX = 2**31 - 1
 _BIAS_ENTRY_BYTES = 16  # of one LogitBias message, rounded up
 
@@ -171,7 +172,7 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     if len(prompt) == 0:
         raise EmptyPromptError(request_id)
     tokens = prompt if isinstance(prompt, np.ndarray) else np.array(list(prompt), dtype=object)
-    if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.view(np.uint32).max() >= config.vocab_size:
+    if tokens.dtype != _INT32 or tokens.ndim != 1 or tokens.view(np.uint32).max() >= config.vocab_size:
         _check_tokens(request_id, tokens, config)
     length = len(tokens)
     if length > config.room:
@@ -183,7 +184,7 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     if config.max_context and length >= config.max_context:
         why = f"max_context = {config.max_context}, of which at least 1 is for the answer,"
         raise PromptTooLongError(request_id, length, config.max_context - 1, why)
-    return np.ascontiguousarray(tokens, dtype=np.int32)
+    return np.ascontiguousarray(tokens, dtype=_INT32)
 
 
 def _check_tokens(request_id: str, tokens: npt.NDArray[Any], config: SchedulerConfig) -> None:

@@ -26,6 +26,24 @@ class Phase(IntEnum):
     DECODING = 3
 
 
+# Lines of the numbers that `RowTable.look_up` returns.
+(
+    NUM_PAGES,
+    NUM_TREE,
+    SENT_LEN,
+    GENERATION,
+    LIVE_GENERATION,
+    LIMIT_LEN,
+    NUM_COMPUTED,
+    NUM_OUTSTANDING,
+    NUM_KNOWN,
+    NUM_LOGPROBS,
+) = range(10)
+
+# Lines of the flags.
+PHASE, DIRTY, UNSENT = range(3)
+
+
 class RowTable:
     """Struct of arrays, each with max_rows + 1 entries.
 
@@ -57,24 +75,24 @@ class RowTable:
         # The columns below are lines of two blocks, each copied in one go.
         numbers = self._numbers = np.zeros((10, size), dtype=np.int32)
         flags = self._flags = np.zeros((3, size), dtype=np.uint8)
-        self.num_pages: Int32Array = numbers[0]
-        self.num_tree: Int32Array = numbers[1]  # leading entries that the prefix tree owns
-        self.sent_len: Int32Array = numbers[2]  # pages sent in this lease
-        self.generation: Int32Array = numbers[3]  # leases of the row number so far
-        self.live_generation: Int32Array = numbers[4]  # generation while leased, else 0
-        self.limit_len: Int32Array = numbers[5]  # the request ends when it knows so many
-        self.num_computed: Int32Array = numbers[6]  # tokens computed by ops planned so far
-        self.num_outstanding: Int32Array = numbers[7]  # ops of this lease in flight
-        self.num_known: Int32Array = numbers[8]  # tokens whose ids are known
-        self.num_logprobs: Int32Array = numbers[9]  # -1: the request wants none
+        self.num_pages: Int32Array = numbers[NUM_PAGES]
+        self.num_tree: Int32Array = numbers[NUM_TREE]  # leading entries that the prefix tree owns
+        self.sent_len: Int32Array = numbers[SENT_LEN]  # pages sent in this lease
+        self.generation: Int32Array = numbers[GENERATION]  # leases of the row number so far
+        self.live_generation: Int32Array = numbers[LIVE_GENERATION]  # generation while leased, else 0
+        self.limit_len: Int32Array = numbers[LIMIT_LEN]  # the request ends when it knows so many
+        self.num_computed: Int32Array = numbers[NUM_COMPUTED]  # tokens computed by ops planned so far
+        self.num_outstanding: Int32Array = numbers[NUM_OUTSTANDING]  # ops of this lease in flight
+        self.num_known: Int32Array = numbers[NUM_KNOWN]  # tokens whose ids are known
+        self.num_logprobs: Int32Array = numbers[NUM_LOGPROBS]  # -1: the request wants none
         # What a plain step and its result advance lies side by side.
-        self.planned: Int32Array = numbers[6:8]
-        self.answered: Int32Array = numbers[7:9]
+        self.planned: Int32Array = numbers[NUM_COMPUTED : NUM_OUTSTANDING + 1]
+        self.answered: Int32Array = numbers[NUM_OUTSTANDING : NUM_KNOWN + 1]
         self.num_logprobs[:] = -1
         self._numbers_of_free = numbers[:, 0].copy()
-        self.phase: npt.NDArray[np.uint8] = flags[0]
-        self.dirty: BoolArray = flags[1].view(np.bool_)  # an entry below sent_len was repointed
-        self.unsent: BoolArray = flags[2].view(np.bool_)  # no op of this lease was planned yet
+        self.phase: npt.NDArray[np.uint8] = flags[PHASE]
+        self.dirty: BoolArray = flags[DIRTY].view(np.bool_)  # an entry below sent_len was repointed
+        self.unsent: BoolArray = flags[UNSENT].view(np.bool_)  # no op of this lease was planned yet
         self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
         self.num_asking = 0  # rows whose request wants log probabilities
         self.version = 0
@@ -208,6 +226,10 @@ class RowTable:
         entries: Int32Array = self.pages.ravel().take(offsets.repeat(counts) + np.arange(total))
         return entries
 
+    def look_up(self, rows: npt.NDArray[np.intp]) -> tuple[Int32Array, npt.NDArray[np.uint8]]:
+        """Numbers [10, R] and flags [3, R] of R rows, copies; what their lines are is said above."""
+        return self._numbers.take(rows, axis=1), self._flags.take(rows, axis=1)
+
     def mark_sent(self, rows: npt.NDArray[np.integer], starts: Int32Array) -> None:
         """Note that entries [start, num_pages) of each row are in an op."""
         if self.sent_pages is not None:
@@ -215,13 +237,14 @@ class RowTable:
                 self._note_entries(row, start, int(self.num_pages[row]), self.sent_pages)
                 self.sent_pages[row, start : self.num_pages[row]] = self.pages[row, start : self.num_pages[row]]
         self.sent_len[rows] = self.num_pages.take(rows)
-        self._flags[1:, rows] = 0  # neither dirty nor unsent
+        self.dirty[rows] = False
+        self.unsent[rows] = False
 
-    def advance(self, rows: npt.NDArray[np.intp], num_computed: Int32Array) -> None:
-        """An op with `rows` is planned, after which so much of each is computed."""
+    def advance(self, rows: npt.NDArray[np.intp], num_computed: Int32Array, num_outstanding: Int32Array) -> None:
+        """An op with `rows` is planned, after which so much of each is computed, and so many results are awaited."""
         self.version += 1
         self.num_computed[rows] = num_computed
-        self.num_outstanding[rows] += 1
+        self.num_outstanding[rows] = num_outstanding
 
     def reset(self) -> None:
         """End every lease; generations go on counting."""
