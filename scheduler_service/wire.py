@@ -164,7 +164,7 @@ def lease_to_proto(lease: LeaseStart) -> forward_pb2.LeaseStart:
 
 def op_to_proto(op: ForwardOp) -> forward_pb2.ForwardOp:
     """The message of one step. `requests` and `causes` stay here."""
-    return forward_pb2.ForwardOp(
+    message = forward_pb2.ForwardOp(
         session_no=op.session_no,
         step=op.step,
         req_pool_indices=int32_to_bytes(op.req_pool_indices),
@@ -173,18 +173,28 @@ def op_to_proto(op: ForwardOp) -> forward_pb2.ForwardOp:
         begins=int32_to_bytes(op.begins),
         sizes=int32_to_bytes(op.sizes),
         full_refresh=op.full_refresh.astype(np.bool_, copy=False).tobytes(),
-        occupied_pages=int32_to_bytes(op.occupied_pages),
         num_computed=int32_to_bytes(op.num_computed),
-        num_extend_rows=op.num_extend_rows,
         input_lens=int32_to_bytes(op.input_lens),
-        input_ids=int32_to_bytes(op.input_ids),
         sample=op.sample.astype(np.bool_, copy=False).tobytes(),
-        released_rows=int32_to_bytes(op.released_rows),
-        lease_starts=[lease_to_proto(lease) for lease in op.lease_starts],
-        row_digests=uint64_to_bytes(op.row_digests),
-        verify_rows=b"" if op.verify_rows is None else int32_to_bytes(op.verify_rows),
-        verify_digests=uint64_to_bytes(op.verify_digests),
     )
+    # What most steps do not have is set only where it is there.
+    if len(op.occupied_pages):
+        message.occupied_pages = int32_to_bytes(op.occupied_pages)
+    if op.num_extend_rows:
+        message.num_extend_rows = op.num_extend_rows
+    if len(op.input_ids):
+        message.input_ids = int32_to_bytes(op.input_ids)
+    if len(op.released_rows):
+        message.released_rows = int32_to_bytes(op.released_rows)
+    if op.lease_starts:
+        message.lease_starts.extend([lease_to_proto(lease) for lease in op.lease_starts])
+    if op.row_digests is not None:
+        message.row_digests = uint64_to_bytes(op.row_digests)
+    if op.verify_rows is not None:
+        message.verify_rows = int32_to_bytes(op.verify_rows)
+    if op.verify_digests is not None:
+        message.verify_digests = uint64_to_bytes(op.verify_digests)
+    return message
 
 
 def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepResult:

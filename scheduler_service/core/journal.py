@@ -80,8 +80,9 @@ class Journal:
         return result
 
     def _forget(self) -> None:
-        self._undo.clear()
-        self._kept.clear()
+        if self._undo:
+            self._undo.clear()
+            self._kept.clear()
 
 
 def _put(mapping: dict[K, T], key: K, value: T | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
@@ -28,6 +29,7 @@ from scheduler_service.core.states import Event, State, transition_of
 from scheduler_service.core.steady import SteadyRows
 
 _NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
+_NO_PLACES: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
 
 EVENT_OF_CAUSE = {
     Cause.FIRST_CHUNK: Event.SCHEDULE_PREFILL_FIRST_CHUNK,
@@ -38,7 +40,7 @@ EVENT_OF_CAUSE = {
 }
 
 _CONTINUATION = Cause.CONTINUATION
-_PREFILL_DONE = int(Phase.PREFILL_DONE)
+_PREFILL_DONE = np.uint8(Phase.PREFILL_DONE)
 _PHASE_OF_STATE = {
     State.PREFILLING: Phase.PREFILLING,
     State.PREFILL_DONE: Phase.PREFILL_DONE,
@@ -96,27 +98,27 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
     """Rows that differ from those of the step before, or move from one state to another."""
     rows, extends, decodes = placement.rows, choice.extends, choice.decodes
     num_extend, num_rows = len(extends), len(extends) + len(decodes)
-    indices = _join([extend.row for extend in extends], decodes) if num_extend else decodes
+    indices = decodes
+    if num_extend:
+        indices = np.array([extend.row for extend in extends], dtype=np.int32)
+        if len(decodes):
+            indices = np.concatenate((indices, decodes))
     places = indices.astype(np.intp)
     requests: list[Request] = placement.request_of_row.take(places).tolist()
     numbers, flags = rows.look_up(places)
     num_computed, row_lens = numbers[NUM_COMPUTED], numbers[NUM_PAGES]
-    first_decodes = flags[PHASE, num_extend:] == _PREFILL_DONE
-    any_first = np.count_nonzero(first_decodes) > 0
+    by_table = flags[PHASE] == _PREFILL_DONE  # of the decode rows; the others follow
+    input_lens, sample = rows.ones[:num_rows].copy(), rows.yes[:num_rows].copy()
+    first_decodes = by_table[num_extend:].nonzero()[0] if len(decodes) else _NO_PLACES
     if num_extend:
-        input_lens = _join([extend.input_len for extend in extends], np.ones_like(decodes))
-        computed_after = num_computed + input_lens
-        sample = computed_after == numbers[NUM_KNOWN]
-        sample[num_extend:] = True
-        by_table = np.empty(num_rows, dtype=np.bool_)
+        input_lens[:num_extend] = [extend.input_len for extend in extends]
         by_table[:num_extend] = [
             transition_of(request.request_id, request.state, EVENT_OF_CAUSE[extend.cause]).full_refresh
             for request, extend in zip(requests, extends, strict=False)
         ]
-        by_table[num_extend:] = first_decodes
-    else:
-        input_lens, sample, by_table = np.ones_like(indices), np.ones(num_rows, dtype=np.bool_), first_decodes
-        computed_after = num_computed + 1
+    computed_after = num_computed + input_lens
+    if num_extend:
+        np.equal(computed_after[:num_extend], numbers[NUM_KNOWN, :num_extend], out=sample[:num_extend])
     begins = np.minimum(numbers[SENT_LEN], row_lens)
     full_refresh = _refresh_bits(placement, indices, by_table, flags[DIRTY].view(np.bool_), flags[UNSENT].view(np.bool_))
     starts = begins * ~full_refresh
@@ -143,13 +145,13 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
         ],
         requests=requests,
         extend_causes=[extend.cause for extend in extends],
-        first_decodes=first_decodes if any_first else None,
+        first_decodes=by_table[num_extend:] if len(first_decodes) else None,
         num_logprobs=numbers[NUM_LOGPROBS] if rows.num_asking else None,
         num_ended=rows.num_ended,
     )
     rows.mark_sent(places, starts)
     rows.advance(places, computed_after, numbers[NUM_OUTSTANDING] + 1)
-    if num_extend or any_first:
+    if num_extend or len(first_decodes):
         _move_requests(placement, choice, requests, sample, first_decodes)
     return op
 
@@ -195,11 +197,6 @@ def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
     return row_digests(rows.pages, indices, lens, lens)
 
 
-def _join(values: list[int], rest: Int32Array) -> Int32Array:
-    head = np.array(values, dtype=np.int32)
-    return np.concatenate((head, rest)) if len(rest) else head
-
-
 def _refresh_bits(
     placement: Placement, indices: Int32Array, by_table: BoolArray, dirty: BoolArray, unsent: BoolArray
 ) -> BoolArray:
@@ -227,7 +224,7 @@ def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array
 
 
 def _move_requests(
-    placement: Placement, choice: Choice, requests: list[Request], sample: BoolArray, first_decodes: BoolArray
+    placement: Placement, choice: Choice, requests: list[Request], sample: BoolArray, first_decodes: npt.NDArray[np.intp]
 ) -> None:
     phase = placement.rows.phase
     for index, extend in enumerate(choice.extends):
@@ -237,7 +234,7 @@ def _move_requests(
         request.move(EVENT_OF_CAUSE[extend.cause], whole if sample[index] else State.PREFILLING)
         phase[extend.row] = _PHASE_OF_STATE[request.state]
     num_extend = len(choice.extends)
-    for index in first_decodes.nonzero()[0].tolist():
+    for index in first_decodes.tolist():
         placement.keep(requests[num_extend + index])
         requests[num_extend + index].move(Event.SCHEDULE_DECODE, State.DECODING)
         phase[choice.decodes[index]] = Phase.DECODING

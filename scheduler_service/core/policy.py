@@ -33,7 +33,7 @@ from scheduler_service.core.steady import SteadyRows
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
 _NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
-_PREFILLING, _PREFILL_DONE = int(Phase.PREFILLING), int(Phase.PREFILL_DONE)
+_PREFILLING, _PREFILL_DONE = np.uint8(Phase.PREFILLING), np.uint8(Phase.PREFILL_DONE)
 
 
 @dataclass(slots=True)

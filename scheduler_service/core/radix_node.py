@@ -39,7 +39,7 @@ class Node:
         return restore
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Match:
     """A cached prefix: `pages` from logical page 0, `num_evictable` of which nobody has locked; `node` is where it ends."""
 
@@ -48,7 +48,7 @@ class Match:
     num_evictable: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Insertion:
     """What publishing came to: the tree's pages for the published run, and which of the caller's were duplicates of those."""
 

@@ -94,6 +94,8 @@ class RowTable:
         self.dirty: BoolArray = flags[DIRTY].view(np.bool_)  # an entry below sent_len was repointed
         self.unsent: BoolArray = flags[UNSENT].view(np.bool_)  # no op of this lease was planned yet
         self.stop_ids: Int32Array = np.full((size, 1), -1, dtype=np.int32)  # padded with -1
+        self.ones: Int32Array = np.ones(size, dtype=np.int32)  # to be copied, which is quicker than making some anew
+        self.yes: BoolArray = np.ones(size, dtype=np.bool_)
         self.num_asking = 0  # rows whose request wants log probabilities
         self.version = 0
         """Another one after each change but those of `planned` and `answered` in plain decode steps; never set back."""
@@ -214,13 +216,14 @@ class RowTable:
 
     def gather(self, rows: npt.NDArray[np.integer], starts: Int32Array) -> Int32Array:
         """Entries [start, num_pages) of each row, concatenated in the order of `rows`, int32."""
+        if len(rows) == 1:
+            row = rows[0]
+            return self.pages[row, starts[0] : self.num_pages[row]].copy()
         counts = self.num_pages.take(rows) - starts
         ends = counts.cumsum()
         total = int(ends[-1]) if len(ends) else 0
         if total == 0:
             return np.empty(0, dtype=np.int32)
-        if len(rows) == 1:
-            return self.pages[rows[0], starts[0] : starts[0] + total].copy()
         # Places in the table read as one line.
         offsets = rows * np.intp(self.max_pages_per_row) + starts - (ends - counts)
         entries: Int32Array = self.pages.ravel().take(offsets.repeat(counts) + np.arange(total))
