@@ -75,7 +75,7 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseStart:
     """What the runtime must know of a request before the first op of a lease."""
 

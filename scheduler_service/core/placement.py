@@ -39,8 +39,7 @@ class Placement:
         self.request_of_row = np.full(config.max_rows + 1, None, dtype=object)
         self.released_rows: list[int] = []  # since the last op
         self._holders: list[tuple[tuple[int, int], int]] = []  # ((priority, arrival), row), sorted
-        self._holder_rows: Int32Array = _NO_ROWS
-        self._holder_places = _NO_ROWS.astype(np.intp)
+        self._holder_places = np.empty(config.max_rows, dtype=np.intp)  # rows of `_holders`
 
     @property
     def num_holders(self) -> int:
@@ -53,12 +52,12 @@ class Placement:
         return self.pool.num_free + self.cache.num_evictable
 
     def holder_rows(self) -> Int32Array:
-        """Rows in use in the order of their requests, first in order first; int32, not to be written."""
-        return self._holder_rows
+        """Rows in use in the order of their requests, first in order first; int32, a copy."""
+        return self.holder_places().astype(np.int32)
 
     def holder_places(self) -> npt.NDArray[np.intp]:
-        """The same in the dtype with which numpy looks up fastest."""
-        return self._holder_places
+        """The same in the dtype with which numpy looks up fastest; a view, valid until a request gains or loses a row."""
+        return self._holder_places[: len(self._holders)]
 
     def rows_in_use(self) -> dict[int, tuple[Request, Int32Array]]:
         """Row number → the request that holds it and a copy of its page row."""
@@ -118,7 +117,9 @@ class Placement:
         holder = (request.order, row)
         place = bisect_left(self._holders, holder)
         self._holders.insert(place, holder)
-        self._set_holder_rows(self._holder_rows[:place], np.array([row], dtype=np.int32), self._holder_rows[place:])
+        order, count = self._holder_places, len(self._holders)
+        order[place + 1 : count] = order[place : count - 1]
+        order[place] = row
         return row
 
     def publishable_pages(self, row: int) -> int:
@@ -199,7 +200,8 @@ class Placement:
         self._note_holders(row)
         place = bisect_left(self._holders, (request.order, row))
         del self._holders[place]
-        self._set_holder_rows(self._holder_rows[:place], self._holder_rows[place + 1 :])
+        order, count = self._holder_places, len(self._holders)
+        order[place:count] = order[place + 1 : count + 1]
         self.request_of_row[row] = None
         self.rows.end_lease(row)
         self.released_rows.append(row)
@@ -216,17 +218,13 @@ class Placement:
 
         return restore
 
-    def _set_holder_rows(self, *parts: Int32Array) -> None:
-        self._holder_rows = np.concatenate(parts)
-        self._holder_places = self._holder_rows.astype(np.intp)
-
     def _note_holders(self, row: int) -> None:
         if self.journal.is_open:
-            request, holders = self.request_of_row[row], self._holders.copy()
-            rows, places = self._holder_rows, self._holder_places
+            request, holders, places = self.request_of_row[row], self._holders.copy(), self.holder_places().copy()
 
             def restore() -> None:
                 self.request_of_row[row] = request
-                self._holders, self._holder_rows, self._holder_places = holders, rows, places
+                self._holders = holders
+                self._holder_places[: len(holders)] = places
 
             self.journal.note(restore)

@@ -148,7 +148,7 @@ class Planner:
         wanted = wanted[: self._budget]
         if not len(wanted):
             return
-        chosen = self._placement.holder_rows().take(wanted)
+        chosen = order.take(wanted).astype(np.int32)
         if self._begin_steady(chosen, phase) and self._choose_steady():
             return
         growing = num_computed.take(wanted) >= rows.num_pages.take(chosen) * self._config.page_size

@@ -127,7 +127,8 @@ class Request:
 
     def token_slice(self, start: int, stop: int) -> Int32Array:
         """Copy of the known tokens [start, stop), int32."""
-        return np.frombuffer(self.tokens, dtype=np.int32)[start:stop].copy()
+        part = self.tokens[start:stop]
+        return np.frombuffer(part, dtype=_INT32) if part else np.empty(0, dtype=_INT32)
 
     def lease_bytes(self, num_computed: int) -> int:
         """About what its LeaseStart takes in an op when the first `num_computed` tokens are in the prefix cache."""
