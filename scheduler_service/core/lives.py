@@ -27,6 +27,7 @@ class Lives:
         self._placement = placement
         self._note_finished = note_finished
         placement.journal.watch(self._snapshot)
+        placement.journal.limit(self.begin, self._snapshot)
 
     def begin(self, request: Request) -> None:
         """Take in a submitted request, whose id is that of no live one."""

@@ -120,7 +120,7 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
     if num_extend:
         np.equal(computed_after[:num_extend], numbers[NUM_KNOWN, :num_extend], out=sample[:num_extend])
     begins = np.minimum(numbers[SENT_LEN], row_lens)
-    full_refresh = _refresh_bits(placement, indices, by_table, flags[DIRTY].view(np.bool_), flags[UNSENT].view(np.bool_))
+    full_refresh = _refresh_bits(placement, indices, by_table, flags)
     starts = begins * ~full_refresh
     op = ForwardOp(
         session_no=session_no,
@@ -197,10 +197,8 @@ def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
     return row_digests(rows.pages, indices, lens, lens)
 
 
-def _refresh_bits(
-    placement: Placement, indices: Int32Array, by_table: BoolArray, dirty: BoolArray, unsent: BoolArray
-) -> BoolArray:
-    policy = placement.config.refresh_policy
+def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray, flags: npt.NDArray[np.uint8]) -> BoolArray:
+    policy, dirty, unsent = placement.config.refresh_policy, flags[DIRTY].view(np.bool_), flags[UNSENT].view(np.bool_)
     if policy is RefreshPolicy.TRANSITION:
         return unsent | dirty | by_table
     if policy is RefreshPolicy.TAIL_ONLY:

@@ -76,8 +76,10 @@ class SteadyRows:
         self.steps_left -= 1
         np.add(rows.planned, self._one_each, out=rows.planned)
         if self._grown is not None:
-            starts = rows.num_pages.take(self._grown) - 1
-            rows.mark_sent(self._grown, starts)
+            if rows.sent_pages is None:
+                rows.sent_len[self._grown] = rows.num_pages.take(self._grown)
+            else:
+                rows.mark_sent(self._grown, rows.num_pages.take(self._grown) - 1)
             self._grown = None
             self.begins, self.sizes, self.pages = self.row_lens, self._no_sizes, _NOTHING
 
