@@ -46,7 +46,7 @@ class Journal:
         self._snapshots.append(snapshot)
 
     def limit(self, change: Callable[..., object], *snapshots: Callable[[], Restore]) -> None:
-        """`change` touches nothing that is copied beforehand, except what these snapshots copy: `run` calls no others for it."""
+        """`change` touches nothing that is copied beforehand, except what these snapshots copy: no others are made for it."""
         self._limited[change] = list(snapshots)
 
     def note(self, restore: Restore) -> None:

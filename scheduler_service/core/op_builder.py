@@ -199,13 +199,14 @@ def _expected(rows: RowTable, indices: Int32Array) -> UInt64Array:
 
 def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray, flags: npt.NDArray[np.uint8]) -> BoolArray:
     policy, dirty, unsent = placement.config.refresh_policy, flags[DIRTY].view(np.bool_), flags[UNSENT].view(np.bool_)
+    bits: BoolArray = unsent | dirty
     if policy is RefreshPolicy.TRANSITION:
-        return unsent | dirty | by_table
+        bits |= by_table
+        return bits
     if policy is RefreshPolicy.TAIL_ONLY:
         return np.zeros(len(indices), dtype=np.bool_)
     if policy is RefreshPolicy.ALWAYS:
         return np.ones(len(indices), dtype=np.bool_)
-    bits: BoolArray = unsent | dirty
     for index in np.flatnonzero(dirty & ~unsent).tolist():
         bits[index] = placement.rows.changed_since_sent(int(indices[index]))
     return bits
@@ -215,8 +216,8 @@ def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array
     if not choice.extends:
         return _NO_TOKENS
     parts = [
-        request.token_slice(int(start), int(start) + extend.input_len)
-        for extend, request, start in zip(choice.extends, requests, num_computed, strict=False)
+        request.token_slice(start, start + extend.input_len)
+        for extend, request, start in zip(choice.extends, requests, num_computed.tolist(), strict=False)
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
