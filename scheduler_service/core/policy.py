@@ -309,8 +309,9 @@ class Planner:
         if self._budget == 0 or self._rows.num_free == 0:
             return False
         watermark = placement.num_holders if watermark is None else watermark
-        # What the tree has of it is the same as long as these are: its own eviction and every use of the tree change one.
-        circumstances = (request, placement.cache.num_evictable, placement.cache.clock)
+        # What it lacks is all its pages but those that are locked in the tree, which is the same until the clock ticks: what is
+        # evicted of its prefix is neither matched nor evictable any more.
+        circumstances = (request, placement.cache.clock)
         if circumstances == self._refusal and self._refused_need + watermark > placement.num_available:
             return False
         num_known = len(request.tokens)
