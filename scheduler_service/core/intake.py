@@ -116,7 +116,7 @@ class ResultIntake:
         self.outputs.requests += op.requests
         self.outputs.tokens += values
         stop_ids = steady.stop_ids
-        if not op.may_end and (stop_ids is None or not (stop_ids == tokens[:, None]).any()):
+        if not op.may_end and (stop_ids is None or not np.count_nonzero(stop_ids == tokens[:, None])):
             return []
         return self._ends(op.req_pool_indices.astype(np.intp), tokens, op.requests)
 
@@ -127,7 +127,7 @@ class ResultIntake:
         """
         rows, indices, tokens = self._placement.rows, op.req_pool_indices.astype(np.intp), result.tokens
         alive = rows.live_generation.take(indices) == op.row_generations
-        if alive.all() and wanted.all():
+        if np.count_nonzero(alive & wanted) == op.num_rows:
             rows.num_outstanding[indices] -= 1
             ends = self._accept(indices, tokens, op.requests)
             if op.num_logprobs is not None:

@@ -87,11 +87,11 @@ class PagePool:
         if count == 0:
             return
         states = self._states[pages]
-        if not states.all() or pages.min() < 1:
+        ordered = np.sort(pages)
+        if np.count_nonzero(states) < count or ordered[0] < 1:
             bad = pages[(states == _FREE) | (pages < 1)]
             raise PageAccountingError(f"pages {bad.tolist()} are given back, but are free already or reserved")
-        ordered = np.sort(pages)
-        if (ordered[1:] == ordered[:-1]).any():
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise PageAccountingError(f"pages {pages.tolist()} are given back, one of them twice")
         self._note_stack(self.num_free, count)
         self._set_states(pages, states, _FREE)
@@ -104,7 +104,7 @@ class PagePool:
         if not len(pages):
             return
         states = self._states[pages]
-        if (states != _PRIVATE).any():
+        if np.count_nonzero(states == _PRIVATE) < len(pages):
             bad = pages[states != _PRIVATE]
             raise PageAccountingError(f"pages {bad.tolist()} are published, but are not private")
         self._set_states(pages, _PRIVATE, _CACHED)

@@ -204,7 +204,7 @@ class RowTable:
         self.version += 1
         entries = self.pages[row, start:stop]
         sent = int(self.sent_len[row]) - start
-        if sent > 0 and (entries[:sent] != pages[:sent]).any():
+        if sent > 0 and np.count_nonzero(entries[:sent] != pages[:sent]):
             self.dirty[row] = True
         entries[:] = pages
 
