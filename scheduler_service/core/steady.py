@@ -33,7 +33,6 @@ class SteadyRows:
         self.budget = budget
         places = self._places = op.req_pool_indices.astype(np.intp)
         self.indices, self.generations, self.requests = op.req_pool_indices, op.row_generations, op.requests
-        self.appends = [request.tokens.append for request in op.requests]
         self.num_computed: Int32Array = rows.num_computed.take(places)
         self.steps_left = int((rows.limit_len.take(places) - self.num_computed).min(initial=2**31 - 1)) - 1
         """Steps until one of the rows has its last token planned."""
@@ -86,6 +85,6 @@ class SteadyRows:
     def answer(self, tokens: list[int]) -> None:
         """One token for each row has come; all of them still hold their rows."""
         rows = self._rows
-        for append, token in zip(self.appends, tokens, strict=True):
-            append(token)
+        for request, token in zip(self.requests, tokens, strict=True):
+            request.tokens.append(token)
         np.add(rows.answered, self._answer, out=rows.answered)
