@@ -22,14 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase
-from scheduler_service.core.steady import SteadyRows
+from scheduler_service.core.steady import Steadiness, SteadyRows
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
 _NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
@@ -87,8 +86,7 @@ class Planner:
         self._num_leases = 0
         self._refusal: tuple[object, ...] = ()  # circumstances under which the head last did not fit
         self._refused_need = 0  # available pages that it lacked then
-        self._steady: SteadyRows | None = None
-        self._last_op: tuple[int, ForwardOp] | None = None  # with the table's version right after it
+        self._steady = Steadiness(self._rows)
 
     def choose(self, plan_no: int, *, idle: bool, alone: Request | None = None) -> Choice:
         """The rows of step `plan_no`; `idle`: no op is in flight; `alone`: a request that must have a step to itself."""
@@ -127,17 +125,17 @@ class Planner:
     def forget(self) -> None:
         """What the last plan found is not to be relied on."""
         self._refusal = ()
-        self._steady = self._last_op = None
+        self._steady.forget()
 
     def note_op(self, op: ForwardOp) -> None:
         """The op that came of the choice."""
-        if not op.num_extend_rows and self._config.refresh_policy is not RefreshPolicy.ALWAYS:
-            self._last_op = (self._rows.version, op)
+        if self._config.refresh_policy is not RefreshPolicy.ALWAYS:
+            self._steady.note_op(op)
 
     # Rows in use
 
     def _choose_decodes(self) -> None:
-        if self._is_steady() and self._choose_steady():
+        if self._choose_steady(self._steady.rows_for(self.token_budget)):
             return
         rows = self._rows
         order = self._placement.holder_places()
@@ -149,7 +147,7 @@ class Planner:
         if not len(wanted):
             return
         chosen = order.take(wanted).astype(np.int32)
-        if self._begin_steady(chosen, phase) and self._choose_steady():
+        if self._budget == self.token_budget and self._choose_steady(self._steady.begin(chosen, phase, self._budget)):
             return
         growing = num_computed.take(wanted) >= rows.num_pages.take(chosen) * self._config.page_size
         publishing = phase.take(wanted) == _PREFILL_DONE
@@ -179,29 +177,10 @@ class Planner:
                 self._grow(row, int(self._rows.num_computed[row]) + 1)
             start = stop + 1
 
-    def _is_steady(self) -> bool:
-        """Whether the decode rows are those of the last step, and no row is in the middle of its prompt."""
-        steady = self._steady
-        return (
-            steady is not None
-            and steady.version == self._rows.version
-            and steady.steps_left > 0
-            and steady.budget == self.token_budget
-        )
-
-    def _begin_steady(self, chosen: Int32Array, phases: npt.NDArray[np.uint8]) -> bool:
-        """After two steps with the same rows and nothing between them: see whether `SteadyRows` serves from now on."""
-        if self._last_op is None or self._last_op[0] != self._rows.version or self._budget != self.token_budget:
+    def _choose_steady(self, steady: SteadyRows | None) -> bool:
+        """Plan these rows; False: there are none, or pages are short."""
+        if steady is None:
             return False
-        op = self._last_op[1]
-        if not np.array_equal(op.req_pool_indices, chosen) or (phases == _PREFILLING).any():
-            return False
-        self._steady = SteadyRows(op, self._rows, self._budget)
-        return True
-
-    def _choose_steady(self) -> bool:
-        steady = self._steady
-        assert steady is not None
         growing = steady.growing()
         if len(growing):
             if len(growing) > self._placement.num_available:
@@ -214,7 +193,7 @@ class Planner:
     def _choose_continuations(self) -> None:
         rows = self._rows
         order = self._placement.holder_places()
-        if not len(order) or self._is_steady():
+        if not len(order) or self._steady.rows_for(self.token_budget) is not None:
             return
         for row in order[rows.phase.take(order) == _PREFILLING].tolist():
             if self._budget == 0:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_service.core.ops import ForwardOp, Int32Array
-from scheduler_service.core.row_table import RowTable
+from scheduler_service.core.row_table import Phase, RowTable
 
 _NOTHING: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -88,3 +88,43 @@ class SteadyRows:
         for request, token in zip(self.requests, tokens, strict=True):
             request.tokens.append(token)
         np.add(rows.answered, self._answer, out=rows.answered)
+
+
+class Steadiness:
+    """Whether the decode rows are those of the last step: finds out, and keeps `SteadyRows` as long as it is so."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._steady: SteadyRows | None = None
+        self._last_op: tuple[int, ForwardOp] | None = None  # with the table's version right after it
+
+    def rows_for(self, budget: int) -> SteadyRows | None:
+        """The decode rows of the next step, if all of them are known and no row is in the middle of its prompt."""
+        steady = self._steady
+        if steady is None or steady.version != self._rows.version or steady.steps_left <= 0 or steady.budget != budget:
+            return None
+        return steady
+
+    def begin(self, chosen: Int32Array, phases: npt.NDArray[np.uint8], budget: int) -> SteadyRows | None:
+        """After a step with just the rows `chosen`, and nothing since then: keep them from now on.
+
+        Args:
+            chosen: rows of the next step.
+            phases: of all rows in use.
+            budget: of the tokens of a step, under which they were chosen.
+        """
+        if self._last_op is None or self._last_op[0] != self._rows.version:
+            return None
+        op = self._last_op[1]
+        if not np.array_equal(op.req_pool_indices, chosen) or (phases == Phase.PREFILLING).any():
+            return None
+        self._steady = SteadyRows(op, self._rows, budget)
+        return self._steady
+
+    def note_op(self, op: ForwardOp) -> None:
+        """The op was planned last."""
+        self._last_op = None if op.num_extend_rows else (self._rows.version, op)
+
+    def forget(self) -> None:
+        """What was planned last is taken back."""
+        self._steady = self._last_op = None

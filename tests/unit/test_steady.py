@@ -115,7 +115,7 @@ def test_ops_are_those_of_a_scheduler_that_keeps_nothing(seed: int, monkeypatch:
     )
     drivers = [Driver(config), Driver(config)]
     plain = drivers[1].scheduler
-    monkeypatch.setattr(plain._planner, "_begin_steady", lambda *_: False)
+    monkeypatch.setattr(plain._planner._steady, "begin", lambda *_: None)
     num_steady = 0
     for step in range(120):
         if choose.random() < 0.15:
