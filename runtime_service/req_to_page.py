@@ -24,6 +24,7 @@ from runtime_service.ops import BoolArray, ForwardOp, Int32Array
 from runtime_service.staging import StagingRing
 
 _INT32 = np.iinfo(np.int32)
+_BOOL = np.dtype(np.bool_)
 # Staging for ops of up to this many entries is there from the start; larger ones grow it once.
 _INITIAL_STAGING = 1 << 18
 
@@ -80,6 +81,7 @@ class ReqToPage:
         self.row_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         self.valid_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         self.num_clamped = 0
+        self._no_rows: Int32Array = np.empty(0, dtype=np.int32)
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
         self._staging = StagingRing(self.device, torch.int32, capacity)
 
@@ -96,6 +98,8 @@ class ReqToPage:
         anything is written, is what would corrupt memory: ColumnTypeError for a column that is no exact int32 (64-bit columns
         are converted), ColumnValueError for unequal lengths and row numbers or lengths out of range.
         """
+        if self._apply_tails(op):
+            return np.zeros(len(op.req_pool_indices), dtype=np.bool_)
         columns = ("req_pool_indices", "row_lens", "begins", "sizes")
         rows, row_lens, begins, sizes = (_as_int32(column, getattr(op, column)) for column in columns)
         pages = _as_int32("occupied_pages", op.occupied_pages)
@@ -110,8 +114,8 @@ class ReqToPage:
         _check_lengths(row_lens, begins, sizes)
 
         # What each row brings, before any clamp: this alone decides where the next row's pages start.
-        num_sent = np.where(full, row_lens, sizes).astype(np.int64)
-        src_ends = np.cumsum(num_sent)
+        num_sent = np.where(full, row_lens, sizes)
+        src_ends = num_sent.cumsum(dtype=np.int64)
         total = int(src_ends[-1]) if num_rows else 0
         if total != len(pages):
             raise ColumnValueError("occupied_pages", len(pages), f"{total} entries, the sum over the rows of the op")
@@ -119,7 +123,8 @@ class ReqToPage:
         width = self.max_pages_per_row
         valid_lens = np.minimum(row_lens, width)
         # full_refresh first: a row with size 0 is nothing to do only when its head was not rewritten either.
-        copy_begins = np.where(full, 0, np.minimum(begins, width))
+        copy_begins = np.minimum(begins, width)
+        copy_begins[full] = 0
         copy_lens = valid_lens - copy_begins
         write_begins, write_ends = copy_begins, valid_lens
         cleared = released[:0]
@@ -128,24 +133,65 @@ class ReqToPage:
             if len(released):
                 write_begins, cleared = self._released(rows, released, copy_begins)
 
-        active = np.flatnonzero(write_ends > write_begins)
+        active = (write_ends > write_begins).nonzero()[0]
         if len(active) or len(cleared):
-            self._launch(
-                cleared,
-                np.stack((rows, src_ends - num_sent, copy_begins, copy_lens, write_begins, write_ends))[:, active],
-                pages,
-            )
+            meta = (rows, src_ends - num_sent, copy_begins, copy_lens, write_begins, write_ends)
+            if len(active) < num_rows:
+                meta = tuple(column[active] for column in meta)
+            self._launch(cleared, meta, len(active), pages)
 
-        self.row_lens[released] = 0
-        self.valid_lens[released] = 0
+        if len(released):
+            self.row_lens[released] = 0
+            self.valid_lens[released] = 0
         wider = row_lens > width
-        if wider.any():
+        if np.count_nonzero(wider):
             self.num_clamped += int(wider.sum())
             newly = wider & (self.row_lens[rows] <= width)  # a row that goes on growing is not worth a line a token
             self._warn_of_clamped(rows[newly], row_lens[newly], request_ids or {})
         self.row_lens[rows] = row_lens
         self.valid_lens[rows] = valid_lens
         return wider
+
+    def _apply_tails(self, op: ForwardOp) -> bool:
+        """Apply an op of the usual kind: every row goes on from its length here, and nothing is rewritten, released or too wide.
+
+        False, and nothing was done, for any other op, among them all that must be refused.
+        """
+        rows, row_lens, begins, sizes, pages = op.req_pool_indices, op.row_lens, op.begins, op.sizes, op.occupied_pages
+        for column in (rows, row_lens, begins, sizes, pages):
+            if type(column) is not np.ndarray or column.dtype is not _INT32.dtype or column.ndim != 1:
+                return False
+        num_rows, full = len(rows), op.full_refresh
+        if not (
+            0 < num_rows == len(row_lens) == len(begins) == len(sizes) == len(full)
+            and not len(op.released_rows)
+            and type(full) is np.ndarray
+            and full.dtype is _BOOL
+            and not np.count_nonzero(full)
+            and rows.min() >= 1
+            and rows.max() <= self.max_rows
+            and row_lens.min() >= 0
+            and row_lens.max() <= self.max_pages_per_row
+        ):
+            return False
+        lens = self.row_lens[rows]
+        if lens.tobytes() != begins.tobytes():
+            return False
+        lens += sizes
+        if lens.tobytes() != row_lens.tobytes():  # a sum past 2^31 would be a negative length, which was looked for above
+            return False
+        growing = sizes.nonzero()[0]
+        sizes = sizes.take(growing)
+        num_growing = len(growing)
+        if not num_growing:
+            return not len(pages)
+        if sizes.min() < 0 or int(sizes.sum()) != len(pages):
+            return False
+        rows, begins, row_lens = rows.take(growing), begins.take(growing), row_lens.take(growing)
+        self._launch(self._no_rows, (rows, sizes.cumsum() - sizes, begins, sizes, begins, row_lens), num_growing, pages)
+        self.row_lens[rows] = row_lens
+        self.valid_lens[rows] = row_lens
+        return True
 
     def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Write begins of the op's rows, and the released rows to clear in the same launch."""
@@ -157,14 +203,15 @@ class ReqToPage:
         cleared = np.flatnonzero(is_released & (self.valid_lens > 0)).astype(np.int32)
         return write_begins, cleared
 
-    def _launch(self, cleared: Int32Array, meta: npt.NDArray[np.int64], pages: Int32Array) -> None:
+    def _launch(self, cleared: Int32Array, meta: tuple[npt.NDArray[Any], ...], num_rows: int, pages: Int32Array) -> None:
         """Stage the rows to clear, the rows of the op and all pages of the op; copy once, launch once."""
         num_cleared = len(cleared)
-        num_staged = num_cleared + meta.shape[1]
+        num_staged = num_cleared + num_rows
         num_meta = NUM_META_COLUMNS * num_staged
         packed = self._staging.begin(num_meta + len(pages))
         columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
-        columns[:, num_cleared:] = meta
+        for column, values in zip(columns, meta, strict=True):
+            column[num_cleared:] = values
         if num_cleared:
             columns[:, :num_cleared] = 0
             columns[0, :num_cleared] = cleared
@@ -235,9 +282,9 @@ def _as_bool(column: str, values: npt.ArrayLike) -> BoolArray:
 
 def _check_rows(column: str, rows: Int32Array, max_rows: int) -> None:
     if len(rows):
-        lowest, highest = int(rows.min()), int(rows.max())
+        lowest, highest = rows.min(), rows.max()
         if lowest < 1 or highest > max_rows:
-            raise ColumnValueError(column, lowest if lowest < 1 else highest, f"[1, {max_rows}]")
+            raise ColumnValueError(column, int(lowest if lowest < 1 else highest), f"[1, {max_rows}]")
 
 
 def _check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime_service.errors import Refusal
 from runtime_service.op_checks import (
@@ -33,11 +34,10 @@ from runtime_service.op_checks import (
     entry_rows,
 )
 from runtime_service.ops import ForwardOp, RefusalCode, StepResult
+from runtime_service.plain_decode import BIT, PlainDecode, PlainOp
 from runtime_service.row_rules import NUM_RULES, RULES, STRICT_ONLY, RowView, evaluate
 
 MAX_OVERLAP_DEPTH = 2
-
-BIT = np.left_shift(1, np.arange(8)).astype(np.uint8)
 
 
 class SessionState:
@@ -88,6 +88,8 @@ class SessionState:
         self._released = np.zeros(size, dtype=np.bool_)  # scratch, all False between calls
         self._bad = np.zeros((NUM_RULES, size), dtype=np.bool_)  # scratch
         self._index = np.arange(size)
+        self._plain = PlainDecode(self.limits, self._held)
+        self._checked: PlainOp | tuple[ForwardOp, Int64Array] | None = None
 
     # -- sessions
 
@@ -136,6 +138,7 @@ class SessionState:
         self.broken_by = None
         self.request_ids = {}
         self._results = deque(maxlen=self.overlap_depth + 1)
+        self._checked = None
         self._view.clear()
 
     # -- ops
@@ -164,6 +167,12 @@ class SessionState:
 
     def commit(self, op: ForwardOp) -> None:
         """Take over what a checked op says about its rows."""
+        checked, self._checked = self._checked, None
+        if isinstance(checked, PlainOp) and checked.op is op:
+            self._plain.commit(checked, self._view)
+            self.last_step = op.step
+            return
+        owners = checked[1] if isinstance(checked, tuple) and checked[0] is op else None
         view, rows = self._view, op.req_pool_indices.astype(np.intp)
         if len(op.released_rows):
             view.live[op.released_rows] = False
@@ -171,7 +180,7 @@ class SessionState:
                 self.request_ids.pop(row, None)
         if len(rows):
             if not self.lenient and len(op.occupied_pages):
-                self._hold(op)
+                self._hold(op, rows, entry_rows(op) if owners is None else owners)
             new = (view.generation[rows] != op.row_generations) | ~view.live[rows]
             view.generation[rows] = op.row_generations
             view.live[rows] = True
@@ -223,6 +232,9 @@ class SessionState:
 
     def _check_content(self, op: ForwardOp) -> None:
         limits = self.limits
+        self._checked = None if self.lenient else self._plain.look(op, self._view)
+        if self._checked is not None:
+            return
         check_columns(op, limits)
         released = self._released if len(op.released_rows) else None
         if released is not None:
@@ -247,6 +259,7 @@ class SessionState:
         started = check_lease_starts(op, limits)
         if not self.lenient and (started or new.any()):
             self._check_started(op.req_pool_indices[new].tolist(), started)
+        self._checked = (op, owners)
 
     def _check_started(self, new_rows: list[int], started: dict[int, str]) -> None:
         for row in new_rows:
@@ -257,22 +270,24 @@ class SessionState:
 
     def _check_held(self, op: ForwardOp, owners: Int64Array) -> None:
         """A tail page must not be one of the pages that the row already holds below `begin`."""
+        full = op.full_refresh
+        if full.all():
+            return
         pages = op.occupied_pages
         rows = op.req_pool_indices[owners]
         again = (self._held[rows, pages >> 3] & BIT[pages & 7]) != 0
-        again &= ~op.full_refresh[owners]
+        again &= ~full[owners]
         if again.any():
             entry = int(np.flatnonzero(again)[0])
             detail = f"page {pages[entry]} is already in the row, below the tail update"
             raise Fault(RefusalCode.PAGE_REPEATED, int(rows[entry]), detail)
 
-    def _hold(self, op: ForwardOp) -> None:
-        owners = entry_rows(op)
+    def _hold(self, op: ForwardOp, rows: npt.NDArray[np.intp], owners: Int64Array) -> None:
         pages = op.occupied_pages
         if op.full_refresh.any():
-            self._held[op.req_pool_indices[op.full_refresh]] = 0
+            self._held[rows[op.full_refresh]] = 0
         # Two pages of one row may share a byte, which a plain assignment would not survive.
-        np.bitwise_or.at(self._held, (op.req_pool_indices[owners], pages >> 3), BIT[pages & 7])
+        np.bitwise_or.at(self._held, (rows[owners], pages >> 3), BIT[pages & 7])
 
     def _break(self, refusal: Refusal) -> Refusal:
         self.broken_by = refusal

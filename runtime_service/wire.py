@@ -43,6 +43,7 @@ MAX_STOP_IDS = 4096
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 _UINT64 = np.dtype("<u8")
+_BOOLS = b"\0\1"
 _EMPTY_BOOL: BoolArray = np.empty(0, dtype=np.bool_)
 _BIG_ENDIAN_HOST = sys.byteorder == "big"
 
@@ -69,21 +70,21 @@ class RuntimeFacts:
 
 def int32_column(data: bytes, name: str) -> Int32Array:
     """View a column of little-endian int32; raises MalformedColumnError when the bytes are no whole number of entries."""
+    if len(data) & 3:
+        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 4")
     if not data:
         return NO_ROWS
-    if len(data) % 4:
-        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 4")
-    column = np.frombuffer(data, dtype=_INT32)
+    column = np.frombuffer(data, _INT32)
     return column.astype(np.int32) if _BIG_ENDIAN_HOST else column
 
 
 def uint64_column(data: bytes, name: str) -> UInt64Array:
     """View a column of little-endian uint64; raises MalformedColumnError when the bytes are no whole number of entries."""
+    if len(data) & 7:
+        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 8")
     if not data:
         return NO_DIGESTS
-    if len(data) % 8:
-        raise MalformedColumnError(f"{name} has {len(data)} bytes, which is no multiple of 8")
-    column = np.frombuffer(data, dtype=_UINT64)
+    column = np.frombuffer(data, _UINT64)
     return column.astype(np.uint64) if _BIG_ENDIAN_HOST else column
 
 
@@ -91,10 +92,9 @@ def bool_column(data: bytes, name: str) -> BoolArray:
     """View a column of bools, one byte each; raises MalformedColumnError for a byte that is neither 0 nor 1."""
     if not data:
         return _EMPTY_BOOL
-    column = np.frombuffer(data, dtype=np.uint8)
-    if column.max() > 1:
-        raise MalformedColumnError(f"{name} holds {column.max()}, a bool is 0 or 1")
-    return column.view(np.bool_)
+    if data.translate(None, _BOOLS):  # what is left without them
+        raise MalformedColumnError(f"{name} holds {max(data)}, a bool is 0 or 1")
+    return np.frombuffer(data, np.bool_)
 
 
 def to_bytes(column: npt.NDArray[Any], dtype: np.dtype[Any] = _INT32) -> bytes:

@@ -18,7 +18,11 @@ the same operation, and rows of all three kinds go into one launch. A row number
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 NUM_META_COLUMNS = 6
 
@@ -48,14 +52,13 @@ def mirror_apply(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_
 
 def check_arguments(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_write_len: int) -> None:
     """Raise TypeError or ValueError for arguments that `mirror_apply` cannot address."""
-    for name, tensor, num_dims in (("mirror", mirror, 2), ("staged", staged, 1)):
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, not {tensor.dtype}")
-        if tensor.dim() != num_dims:
-            raise ValueError(f"{name} must have {num_dims} dimension(s), not shape {tuple(tensor.shape)}")
+    if mirror.dtype is not torch.int32 or staged.dtype is not torch.int32 or mirror.dim() != 2 or staged.dim() != 1:
+        _refuse_kind(mirror, staged)
     if mirror.device != staged.device:
         raise ValueError(f"mirror is on {mirror.device}, staged on {staged.device}")
-    if any(stride == 0 and size > 1 for stride, size in zip(mirror.stride(), mirror.shape, strict=True)):
+    if not mirror.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(mirror.stride(), mirror.shape, strict=True)
+    ):
         raise ValueError(f"mirror entries overlap in memory: strides {mirror.stride()}")
     if not staged.is_contiguous():
         raise ValueError(f"staged must be contiguous, not of stride {staged.stride(0)}")
@@ -65,20 +68,61 @@ def check_arguments(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, m
         raise ValueError(f"staged has {staged.numel()} entries, {num_rows} rows need {NUM_META_COLUMNS * num_rows}")
 
 
+def _refuse_kind(mirror: torch.Tensor, staged: torch.Tensor) -> None:
+    for name, tensor, num_dims in (("mirror", mirror, 2), ("staged", staged, 1)):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, not {tensor.dtype}")
+        if tensor.dim() != num_dims:
+            raise ValueError(f"{name} must have {num_dims} dimension(s), not shape {tuple(tensor.shape)}")
+
+
 def mirror_apply_naive(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int) -> None:
-    """Do what the kernel does, with numpy on the memory of two CPU tensors: one flat index over all written entries."""
+    """Do what the kernel does, with numpy on the memory of two CPU tensors."""
     table, packed = mirror.numpy(), staged.numpy()
     num_meta = NUM_META_COLUMNS * num_rows
-    rows, src_begins, copy_begins, copy_lens, write_begins, write_ends = packed[:num_meta].reshape(NUM_META_COLUMNS, num_rows)
-    pages = packed[num_meta:]
+    # In 64 bits: the product of a row number and a width passes 2^31 in large tables.
+    meta = packed[:num_meta].astype(np.int64).reshape(NUM_META_COLUMNS, num_rows)
+    rows, src_begins, copy_begins, copy_lens, write_begins, write_ends = meta
+    copy_ends = copy_begins + copy_lens
+    if np.count_nonzero(copy_begins != write_begins):
+        _fill(table, rows, write_begins, np.minimum(copy_begins, write_ends))
+        front = np.maximum(write_begins - copy_begins, 0)
+        src_begins, copy_begins = src_begins + front, copy_begins + front
+    if np.count_nonzero(copy_ends != write_ends):
+        _fill(table, rows, np.maximum(copy_ends, write_begins), write_ends)
+        copy_ends = np.minimum(copy_ends, write_ends)
+    _fill(table, rows, copy_begins, copy_ends, packed[num_meta:], src_begins)
 
-    write_lens = (write_ends - write_begins).astype(np.int64)
-    flat_begins = np.cumsum(write_lens) - write_lens
-    owner = np.repeat(np.arange(num_rows), write_lens)
-    entry = np.arange(len(owner)) - (flat_begins - write_begins)[owner]
-    offset = entry - copy_begins[owner]
-    copied = (offset >= 0) & (offset < copy_lens[owner])
 
-    values = np.zeros(len(owner), dtype=np.int32)
-    values[copied] = pages[(src_begins[owner] + offset)[copied]]
-    table[rows[owner], entry] = values
+def _fill(
+    table: Int32Array,
+    rows: Int64Array,
+    begins: Int64Array,
+    ends: Int64Array,
+    pages: Int32Array | None = None,
+    src_begins: Int64Array | None = None,
+) -> None:
+    """Entries `[begins, ends)` of each row get its pages from `src_begins` on, or 0; where end is not past begin, none does."""
+    lens = ends - begins
+    longest, shortest = lens.max(), lens.min()
+    if longest <= 0:
+        return
+    if longest == shortest == 1:  # a step of decode rows
+        table[rows, begins] = 0 if pages is None else pages[src_begins]
+        return
+    if shortest < 0:
+        np.maximum(lens, 0, out=lens)
+    flat_ends = lens.cumsum()
+    flat_begins = flat_ends - lens
+    counts = np.arange(flat_ends[-1])
+    values: Int32Array | int = 0
+    if pages is not None and src_begins is not None:
+        shifts = src_begins - flat_begins
+        in_one_piece = not np.count_nonzero(shifts != shifts[0]) and 0 <= shifts[0]
+        values = pages[shifts[0] :][: len(counts)] if in_one_piece else pages[counts + np.repeat(shifts, lens)]
+    if table.flags.c_contiguous:  # one flat index costs a third of two
+        counts += np.repeat(rows * table.shape[1] + begins - flat_begins, lens)
+        table.reshape(-1)[counts] = values
+    else:
+        counts += np.repeat(begins - flat_begins, lens)
+        table[np.repeat(rows, lens), counts] = values
