@@ -82,6 +82,9 @@ class ReqToPage:
         self.valid_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         self.num_clamped = 0
         self._no_rows: Int32Array = np.empty(0, dtype=np.int32)
+        self._last_key = b""
+        self._last_rows = np.empty(0, dtype=np.intp)
+        self._counts: Int32Array = np.arange(max_rows + 1, dtype=np.int32)
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
         self._staging = StagingRing(self.device, torch.int32, capacity)
 
@@ -168,29 +171,37 @@ class ReqToPage:
             and type(full) is np.ndarray
             and full.dtype is _BOOL
             and not np.count_nonzero(full)
-            and rows.min() >= 1
-            and rows.max() <= self.max_rows
-            and row_lens.min() >= 0
-            and row_lens.max() <= self.max_pages_per_row
+            and row_lens.view(np.uint32).max() <= self.max_pages_per_row  # a negative one is large there
         ):
             return False
-        lens = self.row_lens[rows]
+        if (key := rows.tobytes()) != self._last_key:  # most ops name the rows of the op before
+            if rows.min() < 1 or rows.max() > self.max_rows:
+                return False
+            self._last_key, self._last_rows = key, rows.astype(np.intp)
+        index = self._last_rows
+        lens = self.row_lens.take(index)
         if lens.tobytes() != begins.tobytes():
             return False
         lens += sizes
-        if lens.tobytes() != row_lens.tobytes():  # a sum past 2^31 would be a negative length, which was looked for above
+        if lens.tobytes() != row_lens.tobytes():  # past 2^31 a sum would be negative
             return False
         growing = sizes.nonzero()[0]
-        sizes = sizes.take(growing)
         num_growing = len(growing)
         if not num_growing:
             return not len(pages)
-        if sizes.min() < 0 or int(sizes.sum()) != len(pages):
+        sizes = sizes.take(growing)
+        largest = int(sizes.max())
+        if sizes.min() < 0:
             return False
-        rows, begins, row_lens = rows.take(growing), begins.take(growing), row_lens.take(growing)
-        self._launch(self._no_rows, (rows, sizes.cumsum() - sizes, begins, sizes, begins, row_lens), num_growing, pages)
-        self.row_lens[rows] = row_lens
-        self.valid_lens[rows] = row_lens
+        # What `cumsum` finds, too, and of one page a row is known without it.
+        src_ends = self._counts[1 : num_growing + 1] if largest == 1 else sizes.cumsum()
+        if src_ends[-1] != len(pages):
+            return False
+        index, begins, row_lens = index.take(growing), begins.take(growing), row_lens.take(growing)
+        meta = (index, src_ends - sizes, begins, sizes, begins, row_lens)
+        self._launch(self._no_rows, meta, num_growing, pages, largest)
+        self.row_lens[index] = row_lens
+        self.valid_lens[index] = row_lens
         return True
 
     def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -203,7 +214,14 @@ class ReqToPage:
         cleared = np.flatnonzero(is_released & (self.valid_lens > 0)).astype(np.int32)
         return write_begins, cleared
 
-    def _launch(self, cleared: Int32Array, meta: tuple[npt.NDArray[Any], ...], num_rows: int, pages: Int32Array) -> None:
+    def _launch(
+        self,
+        cleared: Int32Array,
+        meta: tuple[npt.NDArray[Any], ...],
+        num_rows: int,
+        pages: Int32Array,
+        max_write_len: int | None = None,
+    ) -> None:
         """Stage the rows to clear, the rows of the op and all pages of the op; copy once, launch once."""
         num_cleared = len(cleared)
         num_staged = num_cleared + num_rows
@@ -217,7 +235,8 @@ class ReqToPage:
             columns[0, :num_cleared] = cleared
             columns[5, :num_cleared] = self.valid_lens[cleared]
         packed[num_meta:] = pages
-        max_write_len = int((columns[5] - columns[4]).max())
+        if max_write_len is None:
+            max_write_len = int((columns[5] - columns[4]).max())
         mirror_apply(self.table, self._staging.upload(), num_staged, max_write_len)
 
     def _warn_of_clamped(self, rows: Int32Array, row_lens: Int32Array, request_ids: Mapping[int, str]) -> None:
@@ -289,8 +308,9 @@ def _check_rows(column: str, rows: Int32Array, max_rows: int) -> None:
 
 def _check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -> None:
     # In 64 bits, where the sum of two int32 cannot wrap back into agreement.
-    bad = (begins < 0) | (sizes < 0) | (begins.astype(np.int64) + sizes != row_lens)
-    if bad.any():
+    bad = np.add(begins, sizes, dtype=np.int64) != row_lens
+    bad |= (begins | sizes) < 0  # the sign bit of either
+    if np.count_nonzero(bad):
         i = int(bad.argmax())
         raise ColumnValueError(
             "row_lens", int(row_lens[i]), f"begin + size = {int(begins[i])} + {int(sizes[i])}, neither of them negative"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -43,6 +44,7 @@ class StagingRing:
     def __init__(self, device: torch.device, dtype: torch.dtype, capacity: int = 4096, depth: int = 4) -> None:
         self._device = device
         self._dtype = dtype
+        self._host_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         self._current: torch.Tensor | None = None
         self._slots: list[_Slot] = []
         self._next = 0
@@ -66,25 +68,26 @@ class StagingRing:
 
     def begin(self, num_entries: int) -> NDArray:
         """Return an uninitialised host array of that length, once no earlier copy can still read its memory."""
-        if not self._is_asynchronous:
-            self._current = torch.empty(num_entries, dtype=self._dtype)
-        else:
-            slot = self._slots[self._next]
-            if slot.in_use:
-                slot.event.synchronize()
-                slot.in_use = False
-            if slot.host.numel() < num_entries:
-                slot.host = self._new_host_buffer(max(num_entries, 2 * slot.host.numel()))
-            self._current = slot.host[:num_entries]
-        array: NDArray = self._current.numpy()
-        return array
+        if not self._slots:
+            array = np.empty(num_entries, self._host_dtype)
+            self._current = torch.from_numpy(array)  # half of what the other way round costs
+            return array
+        slot = self._slots[self._next]
+        if slot.in_use:
+            slot.event.synchronize()
+            slot.in_use = False
+        if slot.host.numel() < num_entries:
+            slot.host = self._new_host_buffer(max(num_entries, 2 * slot.host.numel()))
+        self._current = slot.host[:num_entries]
+        staged: NDArray = self._current.numpy()
+        return staged
 
     def upload(self) -> torch.Tensor:
         """Start the copy of the array last begun and return its tensor on the device, valid for later work on the stream."""
         if self._current is None:
             raise RuntimeError("upload() without begin()")
         host, self._current = self._current, None
-        if not self._is_asynchronous:
+        if not self._slots:
             return host
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)

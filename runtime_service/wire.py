@@ -127,7 +127,7 @@ def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
             input_ids=int32_column(message.input_ids, "input_ids"),
             sample=bool_column(message.sample, "sample"),
             released_rows=int32_column(message.released_rows, "released_rows"),
-            lease_starts=[_lease_start_from_proto(lease) for lease in message.lease_starts],
+            lease_starts=[_lease_start_from_proto(lease) for lease in message.lease_starts] if num_starts else [],
             row_digests=uint64_column(message.row_digests, "row_digests"),
             verify_rows=int32_column(message.verify_rows, "verify_rows"),
             verify_digests=uint64_column(message.verify_digests, "verify_digests"),

@@ -26,6 +26,8 @@ Int64Array = npt.NDArray[np.int64]
 
 NUM_META_COLUMNS = 6
 
+_kept_counts: Int64Array = np.arange(1 << 12)
+
 
 def mirror_apply(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_write_len: int) -> None:
     """Apply `staged` to `mirror` in place: the Triton kernel on a GPU, its naive twin on the CPU.
@@ -41,7 +43,7 @@ def mirror_apply(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_
     check_arguments(mirror, staged, num_rows, max_write_len)
     if num_rows == 0 or max_write_len == 0:
         return
-    if mirror.device.type == "cpu":
+    if mirror.is_cpu:
         mirror_apply_naive(mirror, staged, num_rows)
         return
     # Imported here because triton is neither needed nor everywhere installed where only CPUs are.
@@ -84,11 +86,11 @@ def mirror_apply_naive(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int
     meta = packed[:num_meta].astype(np.int64).reshape(NUM_META_COLUMNS, num_rows)
     rows, src_begins, copy_begins, copy_lens, write_begins, write_ends = meta
     copy_ends = copy_begins + copy_lens
-    if np.count_nonzero(copy_begins != write_begins):
+    if copy_begins.tobytes() != write_begins.tobytes():
         _fill(table, rows, write_begins, np.minimum(copy_begins, write_ends))
         front = np.maximum(write_begins - copy_begins, 0)
         src_begins, copy_begins = src_begins + front, copy_begins + front
-    if np.count_nonzero(copy_ends != write_ends):
+    if copy_ends.tobytes() != write_ends.tobytes():
         _fill(table, rows, np.maximum(copy_ends, write_begins), write_ends)
         copy_ends = np.minimum(copy_ends, write_ends)
     _fill(table, rows, copy_begins, copy_ends, packed[num_meta:], src_begins)
@@ -104,25 +106,41 @@ def _fill(
 ) -> None:
     """Entries `[begins, ends)` of each row get its pages from `src_begins` on, or 0; where end is not past begin, none does."""
     lens = ends - begins
-    longest, shortest = lens.max(), lens.min()
-    if longest <= 0:
-        return
-    if longest == shortest == 1:  # a step of decode rows
+    if np.count_nonzero(lens == 1) == len(lens):  # a step of decode rows
         table[rows, begins] = 0 if pages is None else pages[src_begins]
+        return
+    longest, shortest = int(lens.max()), int(lens.min())
+    if longest <= 0:
         return
     if shortest < 0:
         np.maximum(lens, 0, out=lens)
     flat_ends = lens.cumsum()
     flat_begins = flat_ends - lens
-    counts = np.arange(flat_ends[-1])
+    counts = _counts(int(flat_ends[-1]))
     values: Int32Array | int = 0
     if pages is not None and src_begins is not None:
         shifts = src_begins - flat_begins
-        in_one_piece = not np.count_nonzero(shifts != shifts[0]) and 0 <= shifts[0]
-        values = pages[shifts[0] :][: len(counts)] if in_one_piece else pages[counts + np.repeat(shifts, lens)]
-    if table.flags.c_contiguous:  # one flat index costs a third of two
-        counts += np.repeat(rows * table.shape[1] + begins - flat_begins, lens)
-        table.reshape(-1)[counts] = values
+        first = int(shifts[0])
+        in_one_piece = first >= 0 and not np.count_nonzero(shifts != first)
+        values = pages[first : first + len(counts)] if in_one_piece else pages[counts + np.repeat(shifts, lens)]
+    first_begin = int(begins[0])
+    if longest == shortest and not np.count_nonzero(begins != first_begin):  # a block
+        block = values if isinstance(values, int) else values.reshape(len(rows), longest)
+        table[rows, first_begin : first_begin + longest] = block
+    elif table.flags.c_contiguous:  # one flat index costs a third of two
+        entries = np.repeat(rows * table.shape[1] + begins - flat_begins, lens)
+        entries += counts
+        table.reshape(-1)[entries] = values
     else:
-        counts += np.repeat(begins - flat_begins, lens)
-        table[np.repeat(rows, lens), counts] = values
+        entries = np.repeat(begins - flat_begins, lens)
+        entries += counts
+        table[np.repeat(rows, lens), entries] = values
+
+
+def _counts(num_entries: int) -> Int64Array:
+    """0, 1, 2, …; the longest so far is kept, since new memory of that size costs more than what is done with it."""
+    global _kept_counts
+    if len(_kept_counts) < num_entries:
+        _kept_counts = np.arange(max(num_entries, 2 * len(_kept_counts)))
+        _kept_counts.flags.writeable = False
+    return _kept_counts[:num_entries]
