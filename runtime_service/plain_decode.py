@@ -1,8 +1,8 @@
 """The usual op, looked at in one pass: decode rows alone, whose leases go on, each with at most one new page.
 
-`PlainDecode.look` says of such an op that nothing in it can be refused, or says nothing. It never names a fault: an op of which
-it says nothing goes through `row_rules` and `op_checks`, which are the rules and know which one is broken. What is accepted here
-is accepted there; that most of an engine's ops are of this kind is the only reason for this module.
+`PlainDecode.look` says of such an op that nothing in it can be refused, or says nothing. It never names a fault: an op of
+which it says nothing goes through `row_rules` and `op_checks`, which are the rules and know which one is broken. What is
+accepted here is accepted there; that most ops of an engine are of this kind is the only reason for this module.
 """
 
 from __future__ import annotations

@@ -18,37 +18,19 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from runtime_service.errors import RuntimeServiceError
+from runtime_service.columns import ColumnTypeError, ColumnValueError, as_bool, as_int32, check_lengths, check_rows
 from runtime_service.kernels.mirror_apply import NUM_META_COLUMNS, mirror_apply
 from runtime_service.ops import BoolArray, ForwardOp, Int32Array
 from runtime_service.staging import StagingRing
 
-_INT32 = np.iinfo(np.int32)
+_INT32 = np.dtype(np.int32)
 _BOOL = np.dtype(np.bool_)
 # Staging for ops of up to this many entries is there from the start; larger ones grow it once.
 _INITIAL_STAGING = 1 << 18
 
+__all__ = ["ColumnTypeError", "ColumnValueError", "ReqToPage"]
+
 log = structlog.get_logger(__name__)
-
-
-class ColumnTypeError(RuntimeServiceError, TypeError):
-    """A column of an op that cannot be read as what it must be without changing a value."""
-
-    def __init__(self, column: str, dtype: np.dtype[Any], reason: str) -> None:
-        super().__init__(f"{column} is {dtype}: {reason}")
-        self.column = column
-        self.dtype = dtype
-        self.reason = reason
-
-
-class ColumnValueError(RuntimeServiceError, ValueError):
-    """A column of an op whose shape or values would make the mirror address memory that is not the row's."""
-
-    def __init__(self, column: str, value: int, limit: str) -> None:
-        super().__init__(f"{column}: {value} is outside its limit: {limit}")
-        self.column = column
-        self.value = value
-        self.limit = limit
 
 
 class ReqToPage:
@@ -104,17 +86,17 @@ class ReqToPage:
         if self._apply_tails(op):
             return np.zeros(len(op.req_pool_indices), dtype=np.bool_)
         columns = ("req_pool_indices", "row_lens", "begins", "sizes")
-        rows, row_lens, begins, sizes = (_as_int32(column, getattr(op, column)) for column in columns)
-        pages = _as_int32("occupied_pages", op.occupied_pages)
-        released = _as_int32("released_rows", op.released_rows)
-        full = _as_bool("full_refresh", op.full_refresh)
+        rows, row_lens, begins, sizes = (as_int32(column, getattr(op, column)) for column in columns)
+        pages = as_int32("occupied_pages", op.occupied_pages)
+        released = as_int32("released_rows", op.released_rows)
+        full = as_bool("full_refresh", op.full_refresh)
         num_rows = len(rows)
         for column, array in (("row_lens", row_lens), ("begins", begins), ("sizes", sizes), ("full_refresh", full)):
             if len(array) != num_rows:
                 raise ColumnValueError(column, len(array), f"{num_rows} entries, one per row of the op")
-        _check_rows("req_pool_indices", rows, self.max_rows)
-        _check_rows("released_rows", released, self.max_rows)
-        _check_lengths(row_lens, begins, sizes)
+        index = self._index_of(rows)
+        check_rows("released_rows", released, self.max_rows)
+        check_lengths(row_lens, begins, sizes)
 
         # What each row brings, before any clamp: this alone decides where the next row's pages start.
         num_sent = np.where(full, row_lens, sizes)
@@ -132,13 +114,13 @@ class ReqToPage:
         write_begins, write_ends = copy_begins, valid_lens
         cleared = released[:0]
         if self.zero_fill:
-            write_ends = np.maximum(valid_lens, self.valid_lens[rows])
+            write_ends = np.maximum(valid_lens, self.valid_lens.take(index))
             if len(released):
                 write_begins, cleared = self._released(rows, released, copy_begins)
 
         active = (write_ends > write_begins).nonzero()[0]
         if len(active) or len(cleared):
-            meta = (rows, src_ends - num_sent, copy_begins, copy_lens, write_begins, write_ends)
+            meta: tuple[npt.NDArray[Any], ...] = (rows, src_ends - num_sent, copy_begins, copy_lens, write_begins, write_ends)
             if len(active) < num_rows:
                 meta = tuple(column[active] for column in meta)
             self._launch(cleared, meta, len(active), pages)
@@ -151,18 +133,18 @@ class ReqToPage:
             self.num_clamped += int(wider.sum())
             newly = wider & (self.row_lens[rows] <= width)  # a row that goes on growing is not worth a line a token
             self._warn_of_clamped(rows[newly], row_lens[newly], request_ids or {})
-        self.row_lens[rows] = row_lens
-        self.valid_lens[rows] = valid_lens
+        self.row_lens[index] = row_lens
+        self.valid_lens[index] = valid_lens
         return wider
 
     def _apply_tails(self, op: ForwardOp) -> bool:
-        """Apply an op of the usual kind: every row goes on from its length here, and nothing is rewritten, released or too wide.
+        """Apply an op of the usual kind: every row goes on from its length here, nothing is rewritten, released or too wide.
 
         False, and nothing was done, for any other op, among them all that must be refused.
         """
         rows, row_lens, begins, sizes, pages = op.req_pool_indices, op.row_lens, op.begins, op.sizes, op.occupied_pages
         for column in (rows, row_lens, begins, sizes, pages):
-            if type(column) is not np.ndarray or column.dtype is not _INT32.dtype or column.ndim != 1:
+            if type(column) is not np.ndarray or column.dtype is not _INT32 or column.ndim != 1:
                 return False
         num_rows, full = len(rows), op.full_refresh
         if not (
@@ -174,11 +156,7 @@ class ReqToPage:
             and row_lens.view(np.uint32).max() <= self.max_pages_per_row  # a negative one is large there
         ):
             return False
-        if (key := rows.tobytes()) != self._last_key:  # most ops name the rows of the op before
-            if rows.min() < 1 or rows.max() > self.max_rows:
-                return False
-            self._last_key, self._last_rows = key, rows.astype(np.intp)
-        index = self._last_rows
+        index = self._index_of(rows)
         lens = self.row_lens.take(index)
         if lens.tobytes() != begins.tobytes():
             return False
@@ -203,6 +181,14 @@ class ReqToPage:
         self.row_lens[index] = row_lens
         self.valid_lens[index] = row_lens
         return True
+
+    def _index_of(self, rows: Int32Array) -> npt.NDArray[np.intp]:
+        """The row numbers as an index; raises ColumnValueError for one out of range."""
+        # Most ops name the rows of the op before.
+        if (key := rows.tobytes()) != self._last_key:
+            check_rows("req_pool_indices", rows, self.max_rows)
+            self._last_key, self._last_rows = key, rows.astype(np.intp)
+        return self._last_rows
 
     def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Write begins of the op's rows, and the released rows to clear in the same launch."""
@@ -269,49 +255,3 @@ class ReqToPage:
         self.table.zero_()
         self.row_lens[:] = 0
         self.valid_lens[:] = 0
-
-
-def _as_int32(column: str, values: npt.ArrayLike) -> Int32Array:
-    """`values` as int32 [n], equal value for value; raises ColumnTypeError, or ColumnValueError for several dimensions."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ColumnValueError(column, array.ndim, "one dimension")
-    if array.dtype == np.int32:
-        return array
-    if array.dtype.kind not in "iu":
-        if array.size == 0:  # the dtype of an empty list is float64
-            return np.empty(0, dtype=np.int32)
-        raise ColumnTypeError(column, array.dtype, "int32 is needed")
-    if array.size and (int(array.min()) < _INT32.min or int(array.max()) > _INT32.max):
-        raise ColumnTypeError(column, array.dtype, "a value does not fit into int32")
-    return array.astype(np.int32)
-
-
-def _as_bool(column: str, values: npt.ArrayLike) -> BoolArray:
-    """`values` as bool [n]; only bools are taken, because 2 or 0.5 would have to be guessed at."""
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise ColumnValueError(column, array.ndim, "one dimension")
-    if array.dtype != np.bool_:
-        if array.size == 0:
-            return np.empty(0, dtype=np.bool_)
-        raise ColumnTypeError(column, array.dtype, "bool is needed")
-    return array
-
-
-def _check_rows(column: str, rows: Int32Array, max_rows: int) -> None:
-    if len(rows):
-        lowest, highest = rows.min(), rows.max()
-        if lowest < 1 or highest > max_rows:
-            raise ColumnValueError(column, int(lowest if lowest < 1 else highest), f"[1, {max_rows}]")
-
-
-def _check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -> None:
-    # In 64 bits, where the sum of two int32 cannot wrap back into agreement.
-    bad = np.add(begins, sizes, dtype=np.int64) != row_lens
-    bad |= (begins | sizes) < 0  # the sign bit of either
-    if np.count_nonzero(bad):
-        i = int(bad.argmax())
-        raise ColumnValueError(
-            "row_lens", int(row_lens[i]), f"begin + size = {int(begins[i])} + {int(sizes[i])}, neither of them negative"
-        )

@@ -26,8 +26,6 @@ Int64Array = npt.NDArray[np.int64]
 
 NUM_META_COLUMNS = 6
 
-_kept_counts: Int64Array = np.arange(1 << 12)
-
 
 def mirror_apply(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_write_len: int) -> None:
     """Apply `staged` to `mirror` in place: the Triton kernel on a GPU, its naive twin on the CPU.
@@ -122,7 +120,7 @@ def _fill(
         shifts = src_begins - flat_begins
         first = int(shifts[0])
         in_one_piece = first >= 0 and not np.count_nonzero(shifts != first)
-        values = pages[first : first + len(counts)] if in_one_piece else pages[counts + np.repeat(shifts, lens)]
+        values = pages[first : first + len(counts)] if in_one_piece else pages[np.repeat(shifts, lens) + counts]
     first_begin = int(begins[0])
     if longest == shortest and not np.count_nonzero(begins != first_begin):  # a block
         block = values if isinstance(values, int) else values.reshape(len(rows), longest)
@@ -137,10 +135,17 @@ def _fill(
         table[np.repeat(rows, lens), entries] = values
 
 
-def _counts(num_entries: int) -> Int64Array:
+class _Counts:
     """0, 1, 2, …; the longest so far is kept, since new memory of that size costs more than what is done with it."""
-    global _kept_counts
-    if len(_kept_counts) < num_entries:
-        _kept_counts = np.arange(max(num_entries, 2 * len(_kept_counts)))
-        _kept_counts.flags.writeable = False
-    return _kept_counts[:num_entries]
+
+    def __init__(self) -> None:
+        self._longest: Int64Array = np.arange(1 << 12)
+
+    def __call__(self, num_entries: int) -> Int64Array:
+        """The first so many; not to be written to."""
+        if len(self._longest) < num_entries:
+            self._longest = np.arange(max(num_entries, 2 * len(self._longest)))
+        return self._longest[:num_entries]
+
+
+_counts = _Counts()
