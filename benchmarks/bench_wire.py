@@ -43,6 +43,7 @@ from scheduler_service.runtime_client import LinkLimits, RuntimeLink, encode, op
 from scheduler_service.up import socket_base
 from scheduler_service.wire import StepRefusal
 
+PEERS = Path(__file__).resolve().parent / "_wire_peers.py"
 PARTS = ("policies", "trip", "bubble")
 POLICIES = (RefreshPolicy.TRANSITION, RefreshPolicy.DIFF, RefreshPolicy.ALWAYS)
 STEP_MS = (2.0, 5.0, 20.0)
@@ -50,7 +51,7 @@ LIMIT_S = 60.0
 LIMITS = (PAGE_SIZE, NUM_PAGES, MAX_ROWS, MAX_PAGES_PER_ROW, VOCAB_SIZE)
 
 
-# --- bytes of each policy ----------------------------------------------------------------------------------------------------
+# --- bytes of each policy ---------------------------------------------------------------------------------------------
 
 
 def policy_trace(policy: RefreshPolicy, num_steps: int) -> dict[str, Any]:
@@ -64,7 +65,10 @@ def policy_trace(policy: RefreshPolicy, num_steps: int) -> dict[str, Any]:
     num_rows, num_pages = 64, 2048
     config = SchedulerConfig(PAGE_SIZE, num_pages, num_rows, 128, VOCAB_SIZE, refresh_policy=policy, overlap_depth=0)
     scheduler = Scheduler(config)
-    session, mirror = SessionState(num_rows, 128, num_pages, PAGE_SIZE, VOCAB_SIZE), ReqToPage(num_rows, 128, num_pages, PAGE_SIZE)
+    session, mirror = (
+        SessionState(num_rows, 128, num_pages, PAGE_SIZE, VOCAB_SIZE),
+        ReqToPage(num_rows, 128, num_pages, PAGE_SIZE),
+    )
     session.open(1, 1, 0)
     rng = np.random.default_rng(7)  # noqa: TID251  (seeded data, not the product)
     shared = [rng.integers(0, VOCAB_SIZE, 256) for _ in range(8)]
@@ -109,16 +113,15 @@ def policy_trace(policy: RefreshPolicy, num_steps: int) -> dict[str, Any]:
     }
 
 
-# --- two processes -------------------------------------------------------------------------------------------------------------
+# --- two processes ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def peer(folder: Path, what: str, number: float) -> AsyncIterator[str]:
     """A process of `_wire_peers.py`; gives its address."""
     socket = folder / f"{what}-{number:g}.sock"
-    script = Path(__file__).resolve().parent / "_wire_peers.py"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), what, str(socket), f"{number:g}", env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        sys.executable, str(PEERS), what, str(socket), f"{number:g}", env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     )
     try:
         yield f"unix:{socket}"
@@ -261,7 +264,7 @@ async def measure_bubble(folder: Path, step_ms: float, seconds: float, rounds: i
     ]
 
 
-# --- the report ------------------------------------------------------------------------------------------------------------------
+# --- the report -------------------------------------------------------------------------------------------------------
 
 
 async def two_processes(options: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -284,10 +287,19 @@ def print_report(report: dict[str, Any]) -> None:
         least = policies["transition"]["bytes_mean"]
         names = ("bytes_mean", "bytes_median", "refreshed_rows_per_step", "encode_us", "apply_us")
         rows = [[name, *(row[key] for key in names), row["bytes_mean"] / least] for name, row in policies.items()]
-        title = f"refresh policies, {policies['transition']['rows_per_step']} rows a step (decode, checks and mirror in apply_us)"
+        title = (
+            f"refresh policies, {policies['transition']['rows_per_step']} rows a step (decode, checks and mirror in apply_us)"
+        )
         print_table(title, ("policy", *names, "x transition"), rows)
     if trip := report.get("trip"):
-        row = [f"{trip['rows']} rows", trip["op_bytes"], trip["result_bytes"], trip["runtime_us"], trip["echo_us"], trip["ratio"]]
+        row = [
+            f"{trip['rows']} rows",
+            trip["op_bytes"],
+            trip["result_bytes"],
+            trip["runtime_us"],
+            trip["echo_us"],
+            trip["ratio"],
+        ]
         print_table("round trip, no-op model", ("", "op bytes", "result bytes", "runtime µs", "bare echo µs", "ratio"), [row])
     if bubble := report.get("bubble"):
         rows = [[f"{row['step_ms']:g} ms, overlap {row['overlap']}", *list(row.values())[2:]] for row in bubble]

@@ -8,7 +8,7 @@ import torch
 
 from runtime_service.forward_batch import ForwardBatch
 from runtime_service.kernels.decode_inputs import decode_inputs
-from runtime_service.ops import ForwardOp
+from runtime_service.ops import ForwardOp, Int32Array
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.staging import StagingRing
 
@@ -20,7 +20,8 @@ class BatchBuilder:
         mirror: page rows.
         device: where batches lie.
         decode_kernel: have positions, lengths and slots of a step of decode rows alone worked out on the device, in one launch
-            (`kernels.decode_inputs`); only row numbers and lengths are copied there then. None: on a GPU.
+            (`kernels.decode_inputs`); only row numbers and lengths are copied there then. None: on a GPU; a CPU has a short way
+            of its own for them.
     """
 
     def __init__(self, mirror: ReqToPage, device: str | torch.device, *, decode_kernel: bool | None = None) -> None:
@@ -29,6 +30,10 @@ class BatchBuilder:
         device = torch.device(device)
         self._staging = StagingRing(device, torch.int64)
         self._decode_kernel = device.type == "cuda" if decode_kernel is None else decode_kernel
+        self._host_entries: Int32Array | None = None
+        if decode_kernel is None and device.type == "cpu":
+            self._host_entries = self._entries.numpy()
+            self._host_ones = np.ones(mirror.max_rows + 1, dtype=np.int32).tobytes()
         # For the kernel: what each row has computed, as of its last step, and columns that are the same for every step.
         size = mirror.max_rows + 1
         self._lengths = torch.zeros(size, dtype=torch.int64, device=device)
@@ -45,6 +50,14 @@ class BatchBuilder:
         """
         mirror, page_size = self._mirror, self._mirror.page_size
         num_rows, num_extend_rows = op.num_rows, op.num_extend_rows
+        if (
+            self._host_entries is not None
+            and num_extend_rows == 0
+            and masked is None
+            and op.input_lens.tobytes() == self._host_ones[: 4 * num_rows]
+            and not len(op.input_ids)
+        ):
+            return self._build_decode_on_host(op, last_tokens, self._host_entries)
         rows = op.req_pool_indices.astype(np.int64)
         num_computed = op.num_computed.astype(np.int64)
         input_lens = op.input_lens.astype(np.int64)
@@ -149,4 +162,37 @@ class BatchBuilder:
             sample=op.sample,
             clamped=num_computed >= width_tokens,
             masked=masked,
+        )
+
+    def _build_decode_on_host(self, op: ForwardOp, last_tokens: torch.Tensor, entries: Int32Array) -> ForwardBatch:
+        mirror, num_rows, page_size = self._mirror, op.num_rows, self._mirror.page_size
+        width_tokens = mirror.max_pages_per_row * page_size
+        rows, positions = op.req_pool_indices.astype(np.int64), op.num_computed.astype(np.int64)
+        seq_lens = positions + 1
+        clamped = seq_lens > width_tokens
+        pages = positions // page_size
+        offsets = positions - pages * page_size
+        pages += rows * mirror.max_pages_per_row
+        if np.count_nonzero(clamped):
+            pages[clamped] = 0  # an entry of row 0, the padding sink, which always names page 0
+            np.minimum(seq_lens, width_tokens, out=seq_lens)
+        offsets += entries.take(pages) * np.int64(page_size)
+        return ForwardBatch(
+            req_to_page=mirror.table,
+            page_size=page_size,
+            rows=torch.from_numpy(rows),
+            num_computed=torch.from_numpy(positions.copy()),
+            input_lens=self._ones[:num_rows],
+            seq_lens=torch.from_numpy(seq_lens),
+            query_indptr=self._counts[: num_rows + 1],
+            input_ids=torch.from_numpy(last_tokens.numpy().take(rows)),
+            positions=torch.from_numpy(positions),
+            token_rows=self._counts[:num_rows],
+            out_cache_loc=torch.from_numpy(offsets),
+            num_extend_rows=0,
+            host_rows=op.req_pool_indices,
+            host_num_computed=op.num_computed,
+            host_input_lens=op.input_lens,
+            sample=op.sample,
+            clamped=clamped,
         )

@@ -170,8 +170,7 @@ class ExecuteStream:
 
     def _submit_op(self, message: wire.ForwardOpMessage) -> None:
         launch = partial(self._launch_op, message, self.session_no)
-        future = self._thread.call_in_halves(launch, self._overlap_depth + 1)
-        future.add_done_callback(partial(self._answer, frees=self._room))
+        self._thread.call_in_halves(launch, self._overlap_depth + 1, self._answer_op)
 
     def _submit_reset(self, session_no: int) -> None:
         if session_no <= self.session_no:
@@ -213,6 +212,9 @@ class ExecuteStream:
         return wire.reset_done_to_proto(session_no)
 
     # -- writing
+
+    def _answer_op(self, future: asyncio.Future[wire.ExecuteResponse | None]) -> None:
+        self._answer(future, frees=self._room)
 
     def _answer(self, future: asyncio.Future[wire.ExecuteResponse | None], *, frees: asyncio.Semaphore) -> None:
         if future.cancelled():

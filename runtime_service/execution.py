@@ -10,7 +10,7 @@ the order of their jobs, and any other job waits for them.
 from __future__ import annotations
 
 import asyncio
-import queue
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +40,39 @@ class _Job(Generic[T]):
     future: asyncio.Future[T]
     loop: asyncio.AbstractEventLoop
     max_pending: int  # of jobs in two halves: how many may have only their first half behind them, this one included
+    then: Callable[[asyncio.Future[T]], object] | None = None
+
+
+class _Jobs:
+    """What is given to the thread, in order. Any thread puts, one takes.
+
+    A `queue.Queue` costs ten times as much, and the get() of a SimpleQueue waits for ever if a short timeout runs out while it
+    begins to wait (CPython 3.11).
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[_Job[Any] | None] = deque()
+        # Locked, unless something was put since the thread last found nothing.
+        self._told = threading.Lock()
+        self._told.acquire()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: _Job[Any] | None) -> None:
+        self._jobs.append(job)
+        with contextlib.suppress(RuntimeError):  # it is told already
+            self._told.release()
+
+    def is_empty(self, timeout_s: float = -1) -> bool:
+        """Whether there is still nothing after a wait of that length, or without end."""
+        while not self._jobs:
+            if not self._told.acquire(timeout=timeout_s):
+                return not self._jobs
+        return False
+
+    def take(self) -> _Job[Any] | None:
+        return self._jobs.popleft()
 
 
 class ExecutionThread:
@@ -49,8 +82,7 @@ class ExecutionThread:
     """
 
     def __init__(self, name: str = "execution") -> None:
-        # Not a SimpleQueue: its get() waits for ever if a short timeout runs out while it begins to wait (CPython 3.11).
-        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue()
+        self._jobs = _Jobs()
         self._pending: deque[tuple[_Job[Any], SecondHalf[Any]]] = deque()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -62,23 +94,31 @@ class ExecutionThread:
         """
         return self._queue(job, 0)
 
-    def call_in_halves(self, first_half: Callable[[], SecondHalf[T]], max_pending: int) -> asyncio.Future[T]:
+    def call_in_halves(
+        self,
+        first_half: Callable[[], SecondHalf[T]],
+        max_pending: int,
+        then: Callable[[asyncio.Future[T]], object] | None = None,
+    ) -> asyncio.Future[T]:
         """Queue a job in two halves; the future gets what `finish()` of the second one returns.
 
-        The first half runs when at most `max_pending - 1` earlier jobs have a second half that has not run.
+        The first half runs when at most `max_pending - 1` earlier jobs have a second half that has not run. `then` is called
+        with the completed future in the event loop, one turn of the loop earlier than a callback of the future would be.
         """
-        return self._queue(first_half, max(max_pending, 1))
+        return self._queue(first_half, max(max_pending, 1), then)
 
-    def _queue(self, run: Callable[[], Any], max_pending: int) -> asyncio.Future[Any]:
+    def _queue(
+        self, run: Callable[[], Any], max_pending: int, then: Callable[[asyncio.Future[Any]], object] | None = None
+    ) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._jobs.put(_Job(run, future, loop, max_pending))
+        self._jobs.put(_Job(run, future, loop, max_pending, then))
         return future
 
     @property
     def num_queued(self) -> int:
         """Jobs that wait behind the one that runs."""
-        return self._jobs.qsize()
+        return len(self._jobs)
 
     def stop(self) -> None:
         """End the thread after the jobs that are queued now."""
@@ -113,12 +153,12 @@ class ExecutionThread:
         """The next job of the queue; second halves that become ready are run while there is none."""
         while self._pending:
             ready = self._pending[0][1].ready()
-            try:
-                return self._jobs.get_nowait() if ready else self._jobs.get(timeout=POLL_S)
-            except queue.Empty:
-                if ready:
-                    self._finish_oldest()
-        return self._jobs.get()
+            if not self._jobs.is_empty(0 if ready else POLL_S):
+                return self._jobs.take()
+            if ready:
+                self._finish_oldest()
+        self._jobs.is_empty()
+        return self._jobs.take()
 
     def _finish_down_to(self, num_pending: int) -> None:
         while len(self._pending) > num_pending:
@@ -137,16 +177,20 @@ class ExecutionThread:
     def _deliver(job: _Job[Any], how: Callable[..., None], value: object) -> None:
         # RuntimeError: the loop is closed, nobody waits any more.
         try:
-            job.loop.call_soon_threadsafe(how, job.future, value)
+            job.loop.call_soon_threadsafe(how, job, value)
         except RuntimeError:
             return
 
 
-def _finish(future: asyncio.Future[Any], value: object) -> None:
-    if not future.done():
-        future.set_result(value)
+def _finish(job: _Job[Any], value: object) -> None:
+    if not job.future.done():
+        job.future.set_result(value)
+    if job.then is not None:
+        job.then(job.future)
 
 
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _fail(job: _Job[Any], error: BaseException) -> None:
+    if not job.future.done():
+        job.future.set_exception(error)
+    if job.then is not None:
+        job.then(job.future)

@@ -271,7 +271,12 @@ class StepRunner:
 
     def _feed_back(self, batch: ForwardBatch, tokens: Int32Array) -> None:
         sampled = tokens != NO_TOKEN
-        if sampled.all():
+        if self._last_tokens.is_cpu:
+            rows = batch.rows.numpy()
+            if np.count_nonzero(sampled) < len(sampled):
+                rows, tokens = rows[sampled], tokens[sampled]
+            self._last_tokens.numpy()[rows] = tokens
+        elif sampled.all():
             self._last_tokens[batch.rows] = torch.from_numpy(tokens.astype(np.int64)).to(self._last_tokens.device)
         elif sampled.any():
             which = torch.from_numpy(np.flatnonzero(sampled)).to(self._last_tokens.device)
