@@ -16,7 +16,7 @@ Parties, all with the same rows and pages:
     memcpy       a copy of the same bytes from one buffer to another: what cannot be beaten
 
 A step without a GPU has no launches to save, so this is the price of the host's part. Medians within one run on one machine:
-only ratios mean something elsewhere. Each party runs a few times in a row, and the parties take turns.
+only ratios mean something elsewhere. Each party runs ten times in a row, and the parties take turns.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All cases."""
     row_counts = (16, 64) if options.quick else (16, 64, 256, 1024)
     page_counts = (1, 16) if options.quick else (1, 16, 128, 512)
-    rounds = 3 if options.quick else 41
+    rounds = 3 if options.quick else 21
     cases = []
     for num_rows in row_counts:
         old = np.full(num_rows, 64)
@@ -217,7 +217,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for kind, num_rows, pages, old_lens, new_lens in cases:
         op = make_op(old_lens, new_lens, full=kind != "decode")
         check_parties(op, old_lens)
-        repeat = 2 if options.quick else max(1, min(20, 40_000 // max(1, len(op.occupied_pages))))
+        repeat = 2 if options.quick else 10
         medians = interleave(parties(op, old_lens), rounds, repeat)
         found.append({"kind": kind, "rows": num_rows, "pages": pages, "us": {k: round(v, 2) for k, v in medians.items()}})
     ops = [time_ops(20 if options.quick else 1000) for _ in range(1 if options.quick else 3)]

@@ -68,7 +68,7 @@ class ReqToPage:
         self._last_rows = np.empty(0, dtype=np.intp)
         self._counts: Int32Array = np.arange(max_rows + 1, dtype=np.int32)
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
-        self._staging = StagingRing(self.device, torch.int32, capacity)
+        self._staging = StagingRing(self.device, torch.int32, capacity, kept_on_host=False)
 
     def apply(self, op: ForwardOp, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
         """Bring the mirror to the state after `op`; returns per row of the op whether it is wider than the mirror, bool [R].
