@@ -39,6 +39,8 @@ class BatchBuilder:
         self._lengths = torch.zeros(size, dtype=torch.int64, device=device)
         self._ones = torch.ones(size, dtype=torch.int64, device=device)
         self._counts = torch.arange(size + 1, device=device)
+        self._num_ready = 0
+        self._ready = (self._ones[:0], self._counts[:1], self._counts[:0])  # the same for so many rows
 
     def build(self, op: ForwardOp, last_tokens: torch.Tensor, masked: torch.Tensor | None = None) -> ForwardBatch:
         """Make the batch of `op`; `last_tokens` is int64 [max_rows + 1] on the device, the last sampled token of each row.
@@ -177,17 +179,21 @@ class BatchBuilder:
             pages[clamped] = 0  # an entry of row 0, the padding sink, which always names page 0
             np.minimum(seq_lens, width_tokens, out=seq_lens)
         offsets += entries.take(pages) * np.int64(page_size)
+        if num_rows != self._num_ready:  # a slice costs more than a column worked out above
+            self._num_ready = num_rows
+            self._ready = (self._ones[:num_rows], self._counts[: num_rows + 1], self._counts[:num_rows])
+        input_lens, query_indptr, token_rows = self._ready
         return ForwardBatch(
             req_to_page=mirror.table,
             page_size=page_size,
             rows=torch.from_numpy(rows),
             num_computed=torch.from_numpy(positions.copy()),
-            input_lens=self._ones[:num_rows],
+            input_lens=input_lens,
             seq_lens=torch.from_numpy(seq_lens),
-            query_indptr=self._counts[: num_rows + 1],
+            query_indptr=query_indptr,
             input_ids=torch.from_numpy(last_tokens.numpy().take(rows)),
             positions=torch.from_numpy(positions),
-            token_rows=self._counts[:num_rows],
+            token_rows=token_rows,
             out_cache_loc=torch.from_numpy(offsets),
             num_extend_rows=0,
             host_rows=op.req_pool_indices,
