@@ -73,7 +73,7 @@ def policy_trace(policy: RefreshPolicy, num_steps: int) -> dict[str, Any]:
     rng = np.random.default_rng(7)  # noqa: TID251  (seeded data, not the product)
     shared = [rng.integers(0, VOCAB_SIZE, 256) for _ in range(8)]
     sizes, encode_us, apply_us = [], [], []
-    num_submitted = num_refreshed = num_named = num_retracted = 0
+    num_submitted = num_refreshed = num_named = num_ended = num_retractions = 0
     while len(sizes) < num_steps:
         while scheduler.num_waiting < 8:
             prompt = np.concatenate((shared[rng.integers(8)], rng.integers(0, VOCAB_SIZE, rng.integers(16, 384))))
@@ -100,12 +100,15 @@ def policy_trace(policy: RefreshPolicy, num_steps: int) -> dict[str, Any]:
         num_named += op.num_rows
         tokens = np.where(op.sample, 1, -1).astype(np.int32)
         scheduler.complete(StepResult(op.session_no, op.step, tokens, np.zeros(op.num_rows, dtype=np.uint8)))
-        num_retracted += 0 if not (outputs := scheduler.take_outputs()) else len(outputs.finished)
+        ended = scheduler.take_outputs().finished
+        num_ended += len(ended)
+        num_retractions += sum(request.num_retractions for request in ended)
     return {
         "steps": len(sizes),
         "rows_per_step": round(num_named / len(sizes), 1),
         "refreshed_rows_per_step": round(num_refreshed / len(sizes), 2),
-        "requests_ended": num_retracted,
+        "requests_ended": num_ended,
+        "retractions_of_these": num_retractions,
         "bytes_mean": round(mean(sizes)),
         "bytes_median": round(median(sizes)),
         "encode_us": round(median(encode_us), 1),
