@@ -178,8 +178,8 @@ class ExecuteStream:
             raise EndStream(grpc.StatusCode.FAILED_PRECONDITION, detail)
         self.session_no = session_no
         self.last_step = 0
-        future = self._thread.call(partial(self._run_reset, session_no))
-        future.add_done_callback(partial(self._answer, frees=self._reset_room))
+        # Like an op's, or answers would not be written in the order of their jobs.
+        self._thread.call(partial(self._run_reset, session_no), partial(self._answer, frees=self._reset_room))
 
     # -- in the execution thread
 

@@ -87,12 +87,14 @@ class ExecutionThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
+    def call(self, job: Callable[[], T], then: Callable[[asyncio.Future[T]], object] | None = None) -> asyncio.Future[T]:
         """Queue a job; the future, of the running event loop, gets its value or its exception.
 
-        Futures are completed in the order of their jobs. Cancelling one does not take its job out of the queue.
+        Futures are completed in the order of their jobs. Cancelling one does not take its job out of the queue. `then` is
+        called with the completed future in the event loop, in the same order, and one turn of the loop earlier than a callback
+        of the future would be: callbacks of both kinds have no order among each other.
         """
-        return self._queue(job, 0)
+        return self._queue(job, 0, then)
 
     def call_in_halves(
         self,
@@ -102,8 +104,7 @@ class ExecutionThread:
     ) -> asyncio.Future[T]:
         """Queue a job in two halves; the future gets what `finish()` of the second one returns.
 
-        The first half runs when at most `max_pending - 1` earlier jobs have a second half that has not run. `then` is called
-        with the completed future in the event loop, one turn of the loop earlier than a callback of the future would be.
+        The first half runs when at most `max_pending - 1` earlier jobs have a second half that has not run. `then`: see `call`.
         """
         return self._queue(first_half, max(max_pending, 1), then)
 

@@ -183,3 +183,19 @@ async def test_stop_reads_what_is_pending(bench: Bench) -> None:
     bench.halves["1"].over.set()
     assert await step == "1"
     assert await asyncio.to_thread(bench.thread.join, WAIT_S)
+
+
+async def test_then_is_called_in_the_order_of_jobs_of_both_kinds(bench: Bench) -> None:
+    """What is to follow a step and what is to follow another job come in the order of the jobs, however close they are."""
+    order: list[str] = []
+    waits = []
+    for number in range(50):
+        name = f"step {number}"
+        half = Half(bench.log, name)
+        half.over.set()
+        waits.append(
+            bench.thread.call_in_halves(partial(lambda half: half, half), 2, lambda future: order.append(future.result()))
+        )
+        waits.append(bench.thread.call(partial(str, number), lambda future: order.append(future.result())))
+    await asyncio.gather(*waits)
+    assert order == [name for number in range(50) for name in (f"step {number}", str(number))]

@@ -96,3 +96,22 @@ def test_a_step_is_one_copy_and_one_launch(
     mirror.apply(ops.make([ops.tail(1, 1, [9])]))  # nothing new: nothing is copied either
     assert (counts["upload"], launches.count) == (3, 3)
     assert np.array_equal(mirror.row(4), [] if released else [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("begins", "sizes", "num_pages"),
+    [([2, 1], [-1, 2], 1), ([2, 1], [1, 0], 2), ([2, 1], [1, 2], 1)],
+    ids=["a negative size hidden in the sum", "a page too many", "pages missing"],
+)
+def test_wrong_sizes_are_refused_before_anything_is_written(
+    mirror_of: MirrorOf, ops: Any, begins: list[int], sizes: list[int], num_pages: int
+) -> None:
+    """Sizes that the pages or the lengths belie raise, and the mirror is what it was."""
+    mirror = mirror_of()
+    mirror.apply(ops.make([ops.full(1, [1, 2]), ops.full(2, [3])]))
+    before = outcome(mirror, ops.make([]))[1:]
+    op = ops.make([ops.tail(1, 2, [1, 2]), ops.tail(2, 1, [3])])
+    columns = {"begins": begins, "sizes": sizes, "row_lens": np.add(begins, sizes), "occupied_pages": [7] * num_pages}
+    with pytest.raises(ValueError, match="is outside its limit"):
+        mirror.apply(replace(op, **{name: np.array(values, dtype=np.int32) for name, values in columns.items()}))
+    assert outcome(mirror, ops.make([]))[1:] == before

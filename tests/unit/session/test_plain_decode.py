@@ -127,3 +127,32 @@ def changed(data: st.DataObject, op: ForwardOp) -> ForwardOp:
         return replace(op, **{column: np.append(values, np.array(new, dtype=values.dtype))})
     values[data.draw(st.integers(0, len(values) - 1))] = new
     return replace(op, **{column: values})
+
+
+def test_faults_that_only_look_like_an_ordinary_step_are_refused(ops: Any, new_session: Callable[..., Any]) -> None:
+    """A released row, a missing page, and two pages announced where one is sent are refused as the rules refuse them."""
+
+    def released(op: ForwardOp, sessions: Pair) -> ForwardOp:
+        for session in sessions:
+            session.take(ops.make(2, released=(1,)))  # type: ignore[attr-defined]
+        # Its generation, its length and where it ended are still known, and are what the op says.
+        return replace(op, step=3)
+
+    def two_for_one(op: ForwardOp, sessions: Pair) -> ForwardOp:
+        return replace(op, sizes=i32([2, 0]), row_lens=i32([3, 1]), occupied_pages=i32([20]))
+
+    for change in (released, two_for_one):
+        sessions = begun(ops, new_session)
+        op = change(decode_op(2, [1, 2], 3, dict.fromkeys((1, 2), 1)), sessions)
+        first, second = (answer(session, op) for session in sessions)
+        assert first == second
+        assert first[0] is not None
+    sessions = begun(ops, new_session)
+    lens = dict.fromkeys((1, 2), 1)
+    for session in sessions:
+        session.take(decode_op(2, [1, 2], 3, dict(lens)))
+    full_pages = decode_op(3, [1, 2], 4, dict(lens))
+    short = replace(full_pages, sizes=i32([0, 0]), row_lens=i32([1, 1]), occupied_pages=i32([]))
+    first, second = (answer(session, short) for session in sessions)
+    assert first == second
+    assert first[0][0].name == "ROW_TOO_SHORT"
