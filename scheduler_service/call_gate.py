@@ -103,7 +103,14 @@ class CallGate(aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guard(self, handler: Any) -> Any:
-        """A handler of one request, as one of streams that reads the request itself and is watched while it writes."""
+        """A handler of one request, as one of streams that reads the request itself and is watched while it writes; one of
+        streams as it is, but watched.
+        """
+
+        async def converse(requests: Any, context: Any) -> None:
+            watched = WatchedContext(context)
+            with self._watch.over(watched):
+                await handler.stream_stream(requests, watched)
 
         async def serve(requests: Any, context: Any) -> None:
             request = await self._read_request(context)
@@ -115,7 +122,9 @@ class CallGate(aio.ServerInterceptor):
                     await watched.write(await handler.unary_unary(request, watched))
 
         return grpc.stream_stream_rpc_method_handler(
-            serve, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
+            converse if handler.request_streaming else serve,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
         )
 
     async def _read_request(self, context: Any) -> Any:

@@ -18,9 +18,10 @@ from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
 from scheduler_service.core.request import Request
 from scheduler_service.errors import DrainingError
 from scheduler_service.metrics import Metrics
+from scheduler_service.session_outbox import Outbox
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.step_loop import StepLoop
-from scheduler_service.subscription import Subscription
+from scheduler_service.subscription import Subscriber, Subscription
 
 log = structlog.get_logger("pagemirror.engine")
 
@@ -52,6 +53,7 @@ class EngineLoop(StepLoop):
         """See StepLoop."""
         super().__init__(settings, metrics, on_connected)
         self.draining = False
+        self._outboxes: set[Outbox] = set()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait up to `grace_s` for the live ones, end the rest with UNAVAILABLE."""
@@ -63,21 +65,53 @@ class EngineLoop(StepLoop):
         except TimeoutError:
             log.warning("drain_timed_out", live=len(self._subscribers), grace_s=grace_s)
         self.end_all(DrainingError())
+        self._fail_outboxes(DrainingError())
 
     async def stop(self) -> None:
         """End the loop and the link. Live requests end with UNAVAILABLE."""
         self.draining = True
         self.end_all(DrainingError())
+        self._fail_outboxes(DrainingError())
         await self._end_loop()
+
+    def _fail_outboxes(self, error: PagemirrorError) -> None:
+        for outbox in self._outboxes:
+            outbox.fail(error)
 
     # --- calls of clients ---------------------------------------------------------------------------------------------
 
     def submit(self, request_id: str, prompt: Int32Array, options: SubmitOptions) -> Subscription:
         """Queue a request. Raises RequestError or ServiceError; nothing is changed then."""
+        request = self._submit(request_id, prompt, options)
+        subscription = self._subscribers.add(request, options.queue_wait_ms)
+        self._begin(subscription)
+        return subscription
+
+    def open_outbox(self) -> Outbox:
+        """Where the output of one session's requests goes. To be given back with `close_outbox`."""
+        outbox = Outbox(self.settings.session_window, self.settings.max_unread_tokens, self._subscribers.note_overflow)
+        self._outboxes.add(outbox)
+        if self.draining:
+            outbox.fail(DrainingError())
+        return outbox
+
+    def close_outbox(self, outbox: Outbox) -> None:
+        """The session is over: abort its requests that still run."""
+        self._outboxes.discard(outbox)
+        for member in outbox.live():
+            self.release(member)
+
+    def submit_to(self, outbox: Outbox, number: int, request_id: str, prompt: Int32Array, options: SubmitOptions) -> None:
+        """Queue a request whose output goes to an outbox, as its `number`. Raises RequestError or ServiceError, like submit."""
+        member = outbox.member(number, self._submit(request_id, prompt, options), options.queue_wait_ms)
+        self._subscribers.follow(member)
+        self._begin(member)
+
+    def _submit(self, request_id: str, prompt: Int32Array, options: SubmitOptions) -> Request:
         try:
             self._check_open()
             stop_ids = options.stop_ids if options.ignore_default_stop_ids else options.stop_ids + self.facts.default_stop_ids
-            request = self.core.submit(
+            return self.core.submit(
                 request_id,
                 prompt,
                 max_tokens=options.max_tokens,
@@ -91,16 +125,17 @@ class EngineLoop(StepLoop):
         except PagemirrorError as error:
             self.metrics.refused.labels(type(error).__name__).inc()
             raise
-        if not self._subscribers and self.connection.connected:
-            self.connection.trouble_is_over()
-        subscription = self._subscribers.add(request, options.queue_wait_ms)
-        if options.queue_wait_ms is not None:
-            loop = asyncio.get_running_loop()
-            subscription.queue_timer = loop.call_later(options.queue_wait_ms / 1000, self._expire, request_id)
-        self._changed()
-        return subscription
 
-    def release(self, subscription: Subscription) -> None:
+    def _begin(self, subscriber: Subscriber) -> None:
+        if len(self._subscribers) == 1 and self.connection.connected:
+            self.connection.trouble_is_over()
+        if subscriber.queue_wait_ms is not None:
+            loop = asyncio.get_running_loop()
+            request_id = subscriber.request.request_id
+            subscriber.queue_timer = loop.call_later(subscriber.queue_wait_ms / 1000, self._expire, request_id)
+        self._changed()
+
+    def release(self, subscription: Subscriber) -> None:
         """The client is gone: abort its request if it still runs."""
         if not subscription.finished:
             self.abort(subscription.request.request_id)

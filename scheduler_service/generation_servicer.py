@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -13,27 +12,19 @@ from typing_extensions import override
 
 from pagemirror.v1 import generation_pb2, generation_pb2_grpc
 from scheduler_service.columns import float32_to_bytes, int32_from_bytes, int32_to_bytes
-from scheduler_service.core.errors import BadParameterError
-from scheduler_service.core.ops import SamplingParams, TokenLogprobs
-from scheduler_service.core.parameters import MAX_BIAS_ENTRIES, MAX_STOP_IDS
-from scheduler_service.core.request import FinishReason, Request
+from scheduler_service.core.ops import TokenLogprobs
 from scheduler_service.core.states import State
-from scheduler_service.engine_loop import EngineLoop, SubmitOptions
+from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import ListingTooLargeError
+from scheduler_service.generate_messages import finished_message, submit_options
 from scheduler_service.grpc_status import errors_as_status
 from scheduler_service.row_report import RequestSnapshot, RowReport, report_rows, snapshot
-from scheduler_service.wire import MAX_MESSAGE_BYTES, sampling_from_proto
+from scheduler_service.session_servicer import serve_session
+from scheduler_service.wire import MAX_MESSAGE_BYTES
 
-DEFAULT_MAX_TOKENS = 16
 _LIST_ROWS_TIMEOUT_S = 60.0
 _PAIR_BYTES = 2048  # of a row in a listing, other than its pages: its request's id above all
 
-_REASONS = {
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
-    FinishReason.CAPACITY: generation_pb2.FINISH_REASON_CAPACITY,
-}
 _STATES = {
     State.SUBMITTED: generation_pb2.REQUEST_STATE_SUBMITTED,
     State.PREFILLING: generation_pb2.REQUEST_STATE_PREFILLING,
@@ -59,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with errors_as_status(context, "Generate"):
             request_id = request.request_id or f"req-{secrets.token_hex(8)}"
             prompt = int32_from_bytes(request.prompt, "prompt")
-            subscription = self._engine.submit(request_id, prompt, _options(request_id, request, context))
+            subscription = self._engine.submit(request_id, prompt, submit_options(request_id, request, _traceparent(context)))
             try:
                 # At once, so that the client can name the request before its first token.
                 await context.write(generation_pb2.GenerateResponse(request_id=request_id))
@@ -73,11 +64,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                         if tokens:
                             await context.write(response)
                         raise subscription.error
-                    response.finished.CopyFrom(_finished(subscription.request))
+                    response.finished.CopyFrom(finished_message(subscription.request))
                     await context.write(response)
                     return
             finally:
                 self._engine.release(subscription)
+
+    @override
+    async def Session(self, requests: Any, context: Context) -> None:  # type: ignore[override]
+        """Any number of requests over one stream."""
+        await serve_session(self._engine, requests, context)
 
     @override
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
@@ -164,43 +160,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         )
 
 
-def _options(request_id: str, request: generation_pb2.GenerateRequest, context: Context) -> SubmitOptions:
-    queue_wait_ms = request.max_queue_wait_ms if request.HasField("max_queue_wait_ms") else None
-    if queue_wait_ms == 0:
-        raise BadParameterError(request_id, "max_queue_wait_ms", 0, "at least 1, or unset for no limit")
-    # Before anything is made of them: a message has room for millions.
-    if len(request.stop_token_ids) > 4 * MAX_STOP_IDS:
-        raise BadParameterError(
-            request_id, "stop_ids", f"{len(request.stop_token_ids) // 4} ids", f"at most {MAX_STOP_IDS} ids"
-        )
-    if (count := len(request.sampling.logit_bias)) > MAX_BIAS_ENTRIES:
-        raise BadParameterError(request_id, "logit_bias", f"{count} entries", f"at most {MAX_BIAS_ENTRIES} entries")
-    return SubmitOptions(
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        sampling=_sampling(request),
-        stop_ids=tuple(int32_from_bytes(request.stop_token_ids, "stop_token_ids").tolist()),
-        ignore_default_stop_ids=request.ignore_default_stop_ids,
-        priority=request.priority,
-        prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else True,
-        cache_namespace=request.cache_namespace,
-        queue_wait_ms=queue_wait_ms,
-        traceparent=_traceparent(context),
-    )
-
-
 def _check_size(report: RowReport) -> None:
     """Raises ListingTooLargeError."""
     size = sum(_PAIR_BYTES + 4 * (len(pair.scheduler_pages) + len(pair.mirror_pages)) for pair in report.rows)
     if size > MAX_MESSAGE_BYTES:
         raise ListingTooLargeError(size, MAX_MESSAGE_BYTES)
-
-
-def _sampling(request: generation_pb2.GenerateRequest) -> SamplingParams:
-    """The client's parameters; a seed is drawn here, once, where it gave none, so that a resume draws the same tokens."""
-    sampling = sampling_from_proto(request.sampling)
-    if sampling.temperature > 0 and not request.sampling.HasField("seed"):
-        return replace(sampling, seed=secrets.randbits(64))
-    return sampling
 
 
 def _piece(tokens: list[int], logprobs: list[TokenLogprobs]) -> generation_pb2.GenerateResponse:
@@ -217,16 +181,6 @@ def _traceparent(context: Context) -> str:
         if key == "traceparent":
             return value if isinstance(value, str) else value.decode("ascii", "replace")
     return ""
-
-
-def _finished(request: Request) -> generation_pb2.Finished:
-    return generation_pb2.Finished(
-        reason=_REASONS[request.finish_reason] if request.finish_reason else generation_pb2.FINISH_REASON_UNSPECIFIED,
-        prompt_tokens=request.prompt_len,
-        completion_tokens=request.num_output,
-        cached_tokens=request.cached_tokens,
-        num_retractions=request.num_retractions,
-    )
 
 
 def _request_info(request: RequestSnapshot) -> generation_pb2.RequestInfo:

@@ -54,6 +54,7 @@ class SchedulerSettings(BaseSettings):
     max_streams: int = Field(default=1024, ge=1, le=1_000_000)
     max_connections: int = Field(default=512, ge=1, le=1_000_000)
     max_message_mib: int = Field(default=16, ge=1, le=1024)
+    session_window: int = Field(default=1024, ge=1, le=1_000_000)
     max_unread_tokens: int = Field(default=65_536, ge=1, le=2**31 - 1)
     write_timeout: float = Field(default=60.0, gt=0)
     keepalive: float = Field(default=KEEPALIVE_S, ge=0.1, le=86_400)

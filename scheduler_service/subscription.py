@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
+from typing_extensions import override
 
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.core.ops import TokenLogprobs
@@ -23,7 +25,35 @@ DEFAULT_MAX_UNREAD = 65_536
 _PIECE_VALUES = 8192  # of 4 or 8 bytes each: at most 64 KiB a message
 
 
-class Subscription:
+class Subscriber(ABC):
+    """Whoever gets the output of one live request."""
+
+    __slots__ = ("error", "finished", "overflowed", "queue_timer", "queue_wait_ms", "request")
+
+    def __init__(self, request: Request, queue_wait_ms: int | None) -> None:
+        self.request = request
+        self.finished = False
+        """The request is over; nothing is added any more."""
+        self.error: PagemirrorError | None = None
+        """Why it is over, where that is no ordinary end."""
+        self.overflowed = False
+        """The client left too much unread, and is told so."""
+        self.queue_wait_ms = queue_wait_ms
+        self.queue_timer: asyncio.TimerHandle | None = None
+
+    @abstractmethod
+    def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Append one token, with its log probabilities where the request wants them."""
+
+    def finish(self, error: PagemirrorError | None = None) -> None:
+        """Nothing more comes. An error that was set before stays."""
+        self.finished = True
+        self.error = self.error or error
+        if self.queue_timer is not None:
+            self.queue_timer.cancel()
+
+
+class Subscription(Subscriber):
     """Output of one live request.
 
     What a slow client has not taken yet is one growing list, not a queue of messages, and the client gets it in few pieces.
@@ -39,12 +69,6 @@ class Subscription:
         "_on_overflow",
         "_piece",
         "_tokens",
-        "error",
-        "finished",
-        "overflowed",
-        "queue_timer",
-        "queue_wait_ms",
-        "request",
     )
 
     def __init__(
@@ -52,29 +76,20 @@ class Subscription:
         request: Request,
         queue_wait_ms: int | None = None,
         max_unread: int = DEFAULT_MAX_UNREAD,
-        on_overflow: Callable[[Subscription], None] = lambda subscription: None,
+        on_overflow: Callable[[Subscriber], None] = lambda subscriber: None,
     ) -> None:
-        num_logprobs = request.sampling.num_logprobs
-        values = 1 if num_logprobs is None else 2 + 2 * num_logprobs
+        super().__init__(request, queue_wait_ms)
+        values = values_per_token(request)
         self._max_unread = max_unread
         self._most = max(1, max_unread // values)
         self._on_overflow = on_overflow
         self._piece = max(1, _PIECE_VALUES // values)
-        self.request = request
-        self.finished = False
-        """The request is over; nothing is added any more."""
-        self.error: PagemirrorError | None = None
-        """Why it is over, where that is no ordinary end."""
-        self.overflowed = False
-        """The client left too much unread: what it did not take is dropped, and it is told so."""
-        self.queue_wait_ms = queue_wait_ms
-        self.queue_timer: asyncio.TimerHandle | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._changed = asyncio.Event()
 
+    @override
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Append one token, with its log probabilities where the request wants them."""
         if len(self._tokens) >= self._most:
             self._most = 0  # whatever else comes before the request is ended
             self._tokens, self._logprobs = [], []
@@ -88,12 +103,9 @@ class Subscription:
             self._logprobs.append(logprobs)
         self._changed.set()
 
+    @override
     def finish(self, error: PagemirrorError | None = None) -> None:
-        """Nothing more comes. An error that was set before stays."""
-        self.finished = True
-        self.error = self.error or error
-        if self.queue_timer is not None:
-            self.queue_timer.cancel()
+        super().finish(error)
         self._changed.set()
 
     @property
@@ -122,13 +134,19 @@ class Subscription:
         return logprobs
 
 
+def values_per_token(request: Request) -> int:
+    """What a token counts for in limits of unread output."""
+    num_logprobs = request.sampling.num_logprobs
+    return 1 if num_logprobs is None else 2 + 2 * num_logprobs
+
+
 class Subscribers:
     """All live subscriptions; every token and every end reaches its own exactly once."""
 
     def __init__(self, metrics: Metrics, max_unread: int = DEFAULT_MAX_UNREAD) -> None:
         self._metrics = metrics
         self._max_unread = max_unread
-        self._live: dict[str, Subscription] = {}
+        self._live: dict[str, Subscriber] = {}
         self._overflowed: list[str] = []
 
     def __len__(self) -> int:
@@ -140,11 +158,16 @@ class Subscribers:
 
     def add(self, request: Request, queue_wait_ms: int | None) -> Subscription:
         """Subscribe to a request that was just submitted."""
-        subscription = Subscription(request, queue_wait_ms, self._max_unread, self._note_overflow)
-        self._live[request.request_id] = subscription
+        subscription = Subscription(request, queue_wait_ms, self._max_unread, self.note_overflow)
+        self.follow(subscription)
+        return subscription
+
+    def follow(self, subscriber: Subscriber) -> None:
+        """Output of a request that was just submitted goes to this subscriber of it."""
+        request = subscriber.request
+        self._live[request.request_id] = subscriber
         self._metrics.requests.inc()
         self._metrics.prompt_tokens.inc(request.prompt_len)
-        return subscription
 
     def set_error(self, error: PagemirrorError) -> None:
         """Whatever ends live requests from now on, their clients are told this."""
@@ -171,7 +194,8 @@ class Subscribers:
         for request in outputs.finished:
             self._finish(live.pop(request.request_id))
 
-    def _note_overflow(self, subscription: Subscription) -> None:
+    def note_overflow(self, subscription: Subscriber) -> None:
+        """A client has left too much unread; its request is to be ended."""
         request_id = subscription.request.request_id
         log.warning("client_reads_too_slowly", request_id=request_id, unread=self._max_unread)
         self._metrics.calls_refused.labels("unread").inc()
@@ -182,7 +206,7 @@ class Subscribers:
         overflowed, self._overflowed = self._overflowed, []
         return [request_id for request_id in overflowed if request_id in self._live]
 
-    def _finish(self, subscription: Subscription) -> None:
+    def _finish(self, subscription: Subscriber) -> None:
         request = subscription.request
         reason = request.finish_reason or FinishReason.FAILED
         self._metrics.finished.labels(reason.value).inc()

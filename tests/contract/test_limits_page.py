@@ -10,7 +10,7 @@ import pytest
 from runtime_service import app as runtime_app
 from runtime_service import errors as runtime_errors
 from runtime_service import execute_stream, servicer
-from scheduler_service import call_gate, channels, errors, tokens, wire
+from scheduler_service import call_gate, channels, errors, session_servicer, tokens, wire
 from scheduler_service.core import parameters
 from scheduler_service.settings import SchedulerSettings
 
@@ -18,6 +18,7 @@ CONSTANTS = {
     "checks of health at a time": call_gate.MAX_CHECKS,
     "watchers of health and calls of reflection at a time": call_gate.MAX_OTHER_CALLS,
     "time from a call's beginning to its whole request": call_gate.REQUEST_TIMEOUT_S,
+    "time to a session's hello": session_servicer.HELLO_TIMEOUT_S,
     "headers of a call": channels.MAX_METADATA_BYTES // 1024,
     "`request_id`, `cache_namespace`, `traceparent`": parameters.MAX_NAMESPACE_LEN,
     "`stop_token_ids`, entries of `logit_bias`": parameters.MAX_STOP_IDS,

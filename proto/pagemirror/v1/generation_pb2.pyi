@@ -250,6 +250,205 @@ class Finished(_message.Message):
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
+class SessionRequest(_message.Message):
+    """One message of a front end. Submits are looked at before aborts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    SUBMITS_FIELD_NUMBER: _builtins.int
+    ABORTS_FIELD_NUMBER: _builtins.int
+    aborts: _builtins.bytes
+    """Column int32: numbers of requests to end; each ends with FINISH_REASON_ABORT. One that is over or unknown is ignored."""
+    @_builtins.property
+    def hello(self) -> Global___SessionHello:
+        """Set in the first message of a stream, and only there."""
+
+    @_builtins.property
+    def submits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submit]:
+        """New requests. One for which the session's window has no room waits, and so does everything behind it, aborts included:
+        the stream is not read meanwhile.
+        """
+
+    def __init__(
+        self,
+        *,
+        hello: Global___SessionHello | None = ...,
+        submits: _abc.Iterable[Global___Submit] | None = ...,
+        aborts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborts", b"aborts", "hello", b"hello", "submits", b"submits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionHello(_message.Message):
+    """Opens a session. Empty on purpose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionHello: _TypeAlias = SessionHello  # noqa: Y015
+
+@_typing.final
+class Submit(_message.Message):
+    """One request of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """1, 2, 3, ... in the order of the stream: what the request is called in all columns."""
+    traceparent: _builtins.str
+    """W3C trace context of the request ("traceparent"); empty when there is none."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """As for Generate, but for request_id: the front end chooses it, an empty one is INVALID_ARGUMENT."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "request", b"request", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class SessionResponse(_message.Message):
+    """One message to a front end: the hello, or what happened to its requests since the message before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bytes
+    """Column int32: numbers of requests that were accepted. Each comes before the request's first token."""
+    numbers: _builtins.bytes
+    """Column int32, T entries: for each token the number of its request. A request may have several, in their order."""
+    tokens: _builtins.bytes
+    """Column int32, T entries: the tokens."""
+    logprobs: _builtins.bytes
+    """Column float32: log probabilities of those of the tokens whose requests have sampling.num_logprobs set, in the order of
+    `tokens`.
+    """
+    top_tokens: _builtins.bytes
+    """Column int32: for each entry of logprobs the request's num_logprobs most probable tokens, most probable first."""
+    top_logprobs: _builtins.bytes
+    """Column float32, like top_tokens: their log probabilities."""
+    @_builtins.property
+    def welcome(self) -> Global___SessionWelcome:
+        """Set in the first message of a stream, and only there."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEnd]:
+        """Requests that are over; nothing comes of them later. Their last tokens are in this message or an earlier one."""
+
+    def __init__(
+        self,
+        *,
+        welcome: Global___SessionWelcome | None = ...,
+        accepted: _builtins.bytes = ...,
+        numbers: _builtins.bytes = ...,
+        tokens: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+        top_tokens: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        ended: _abc.Iterable[Global___SessionEnd] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "ended", b"ended", "logprobs", b"logprobs", "numbers", b"numbers", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionWelcome(_message.Message):
+    """The scheduler's hello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """How many requests of the session may be live, or over and not yet told, at a time. Beyond it the stream is not read."""
+    def __init__(
+        self,
+        *,
+        window: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionWelcome: _TypeAlias = SessionWelcome  # noqa: Y015
+
+@_typing.final
+class SessionEnd(_message.Message):
+    """How one request of a session ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The submit's number."""
+    status: _builtins.int
+    """Number of the gRPC status with which Generate would have ended. 0: OK."""
+    detail: _builtins.str
+    """Text of that status; empty with OK."""
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """Set with OK and only then."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        status: _builtins.int = ...,
+        detail: _builtins.str = ...,
+        finished: Global___Finished | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "finished", b"finished", "number", b"number", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEnd: _TypeAlias = SessionEnd  # noqa: Y015
+
+@_typing.final
 class AbortRequest(_message.Message):
     """Which request to end."""
 

@@ -47,6 +47,11 @@ class GenerationServiceStub(object):
                 request_serializer=pagemirror_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pagemirror_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Session = channel.stream_stream(
+                '/pagemirror.v1.GenerationService/Session',
+                request_serializer=pagemirror_dot_v1_dot_generation__pb2.SessionRequest.SerializeToString,
+                response_deserializer=pagemirror_dot_v1_dot_generation__pb2.SessionResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pagemirror.v1.GenerationService/Abort',
                 request_serializer=pagemirror_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
@@ -109,6 +114,23 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Session(self, request_iterator, context):
+        """Any number of requests over one stream, for front ends: submits and aborts go one way; tokens of all the session's
+        requests come back as columns, as a rule in one message a step. The first message each way is a hello. What is wrong with
+        one request ends that request, by a SessionEnd with the status that Generate would have ended with. The end of the stream,
+        however it comes, aborts the requests that are live; a half-close submits no more, and the rest comes to its end.
+
+        Status codes with which the stream ends:
+        OK                   the client half-closed it and every request has ended
+        INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
+        the last one + 1, or `aborts` is no column
+        RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+        UNAVAILABLE          the scheduler is draining, and no request of the session is live
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends a live request; its stream closes with FINISH_REASON_ABORT. Repeating it is harmless.
         Status codes: OK; NOT_FOUND when no live request has the id.
@@ -164,6 +186,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=pagemirror_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=pagemirror_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=pagemirror_dot_v1_dot_generation__pb2.SessionRequest.FromString,
+                    response_serializer=pagemirror_dot_v1_dot_generation__pb2.SessionResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -231,6 +258,33 @@ class GenerationService(object):
             '/pagemirror.v1.GenerationService/Generate',
             pagemirror_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             pagemirror_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagemirror.v1.GenerationService/Session',
+            pagemirror_dot_v1_dot_generation__pb2.SessionRequest.SerializeToString,
+            pagemirror_dot_v1_dot_generation__pb2.SessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

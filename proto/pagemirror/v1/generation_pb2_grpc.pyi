@@ -56,6 +56,19 @@ class GenerationServiceStub:
       DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
       UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
     """
+    Session: _grpc.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]
+    """Any number of requests over one stream, for front ends: submits and aborts go one way; tokens of all the session's
+    requests come back as columns, as a rule in one message a step. The first message each way is a hello. What is wrong with
+    one request ends that request, by a SessionEnd with the status that Generate would have ended with. The end of the stream,
+    however it comes, aborts the requests that are live; a half-close submits no more, and the rest comes to its end.
+
+    Status codes with which the stream ends:
+      OK                   the client half-closed it and every request has ended
+      INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
+                           the last one + 1, or `aborts` is no column
+      RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+      UNAVAILABLE          the scheduler is draining, and no request of the session is live
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Ends a live request; its stream closes with FINISH_REASON_ABORT. Repeating it is harmless.
     Status codes: OK; NOT_FOUND when no live request has the id.
@@ -106,6 +119,19 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
       DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
       UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
+    """
+    Session: _aio.StreamStreamMultiCallable[_generation_pb2.SessionRequest, _generation_pb2.SessionResponse]  # type: ignore[assignment]
+    """Any number of requests over one stream, for front ends: submits and aborts go one way; tokens of all the session's
+    requests come back as columns, as a rule in one message a step. The first message each way is a hello. What is wrong with
+    one request ends that request, by a SessionEnd with the status that Generate would have ended with. The end of the stream,
+    however it comes, aborts the requests that are live; a half-close submits no more, and the rest comes to its end.
+
+    Status codes with which the stream ends:
+      OK                   the client half-closed it and every request has ended
+      INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
+                           the last one + 1, or `aborts` is no column
+      RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+      UNAVAILABLE          the scheduler is draining, and no request of the session is live
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a live request; its stream closes with FINISH_REASON_ABORT. Repeating it is harmless.
@@ -160,6 +186,25 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
           INTERNAL            the model's logits for this request were not finite, or its step failed repeatedly
           DATA_LOSS           with --verify: the runtime's page rows were found damaged twice within --verify-window
           UNAVAILABLE         the scheduler is draining, or has had no runtime for longer than its limit
+        """
+
+    @_abc_1.abstractmethod
+    def Session(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.SessionRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.SessionResponse], _abc.AsyncIterator[_generation_pb2.SessionResponse]]:
+        """Any number of requests over one stream, for front ends: submits and aborts go one way; tokens of all the session's
+        requests come back as columns, as a rule in one message a step. The first message each way is a hello. What is wrong with
+        one request ends that request, by a SessionEnd with the status that Generate would have ended with. The end of the stream,
+        however it comes, aborts the requests that are live; a half-close submits no more, and the rest comes to its end.
+
+        Status codes with which the stream ends:
+          OK                   the client half-closed it and every request has ended
+          INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
+                               the last one + 1, or `aborts` is no column
+          RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+          UNAVAILABLE          the scheduler is draining, and no request of the session is live
         """
 
     @_abc_1.abstractmethod
