@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import structlog
@@ -91,16 +91,16 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     parent = asyncio.create_task(stop.follow_parent(exit_with_parent)) if exit_with_parent else None
     try:
         with stop.installed():
-            if not await _first(engine.start(), stop.drain.wait()):
+            if not await first(engine.start(), stop.drain.wait()):
                 return 0
             await server.start()
             announce(f"pagemirror ready on {address} (model {engine.facts.model})")
             log.info("serving", address=address, runtime=settings.runtime, model=engine.facts.model)
-            failed = await _first(engine.failed.wait(), stop.drain.wait())
+            failed = await first(engine.failed.wait(), stop.drain.wait())
             if not failed:
                 log.info("draining", grace_s=settings.grace)
                 await board.servicer.enter_graceful_shutdown()
-                await _first(engine.drain(settings.grace), stop.now.wait())
+                await first(engine.drain(settings.grace), stop.now.wait())
             # Streams are ended by us: a server that stops waits for them, and for ever where one is not read.
             engine.end_all(DrainingError())
             await server.stop(_STOP_GRACE_S)
@@ -113,7 +113,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
         metrics.close()
 
 
-async def _first(wanted: Coroutine[Any, Any, Any], otherwise: Coroutine[Any, Any, Any]) -> bool:
+async def first(wanted: Awaitable[Any], otherwise: Awaitable[Any]) -> bool:
     """Run both; whether `wanted` ended first. The other is cancelled, an exception of the first is raised."""
     tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(otherwise)]
     try:

@@ -56,8 +56,11 @@ def server_options(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_streams: int = 1024,
     max_connections: int = 512,
+    share_port: bool = False,
 ) -> ChannelOptions:
-    """Of the public server. `max_message_bytes`: of one request; `max_streams`: on one connection."""
+    """Of the public server. `max_message_bytes`: of one request; `max_streams`: on one connection; `share_port`: with other
+    processes, which then get a part of the connections each.
+    """
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -78,7 +81,7 @@ def server_options(
         ("grpc.http2.min_ping_interval_without_data_ms", min(500, round(keepalive_s * 500))),
         ("grpc.http2.max_pings_without_data", 0),
         # Two servers on one port would share its connections by chance.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(share_port)),
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scheduler_service import cli_serve
+from scheduler_service import cli_frontend, cli_serve
 from scheduler_service.cli_options import (
     DEFAULT_TARGET,
     AnyPolicy,
@@ -57,6 +57,13 @@ app.command(
         "    --runtime gpu-host:50061 --runtime-tls-ca ca.pem --runtime-tls-cert llm.pem --runtime-tls-key llm.key",
     )
 )(cli_serve.scheduler)
+app.command(
+    epilog=examples(
+        "pagemirror frontend --scheduler unix:/run/pagemirror/scheduler.sock --listen 127.0.0.1:50051 --workers 4",
+        "pagemirror frontend --scheduler 10.0.0.7:50051 --scheduler-tls-ca ca.pem --scheduler-token-file token \\",
+        "    --listen 0.0.0.0:443 --tls-cert llm.pem --tls-key llm.key --token-file tokens --workers 4",
+    )
+)(cli_frontend.frontend)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     short_help="Run the model behind the mirror (python -m runtime_service).",

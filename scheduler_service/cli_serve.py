@@ -233,8 +233,7 @@ def scheduler(
 
     Every option can also be given in the environment, as PAGEMIRROR_TOKEN_BUDGET and so on.
     """
-    import asyncio
-
+    from scheduler_service import event_loop
     from scheduler_service.app import serve
     from scheduler_service.core.errors import PagemirrorError
     from scheduler_service.logs import configure_logs
@@ -247,7 +246,7 @@ def scheduler(
         fail(str(error), 2)
     configure_logs(settings.log_level, as_json=settings.log_json)
     try:
-        status = asyncio.run(serve(settings, _announce, exit_with_parent))
+        status = event_loop.run(serve(settings, _announce, exit_with_parent))
     except PagemirrorError as error:
         fail(str(error), 1)
     raise typer.Exit(status)

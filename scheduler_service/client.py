@@ -233,14 +233,16 @@ class Client:
             raise self._failed(error) from error
 
     def _failed(self, error: grpc.aio.AioRpcError) -> RpcFailedError:
-        code, details = error.code(), error.details() or ""
-        # gRPC's own words are a dump of addresses and errno; its servers never say them.
+        return RpcFailedError(self.target, error.code(), self.explain(error.code(), error.details() or ""))
+
+    def explain(self, code: grpc.StatusCode, details: str) -> str:
+        """A status's details for people. gRPC's own words are a dump of addresses and errno; its servers never say them."""
         if code is grpc.StatusCode.UNAVAILABLE and (
             "failed to connect" in details.lower() or "no such file" in details.lower()
         ):
             reason = handshake_trouble(details)
-            details = f"no connection to {self.target}: {reason}" if reason else _NOBODY.format(self.target)
-        return RpcFailedError(self.target, code, details)
+            return f"no connection to {self.target}: {reason}" if reason else _NOBODY.format(self.target)
+        return details
 
 
 def _piece(response: Any) -> Piece:

@@ -50,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with errors_as_status(context, "Generate"):
             request_id = request.request_id or f"req-{secrets.token_hex(8)}"
             prompt = int32_from_bytes(request.prompt, "prompt")
-            subscription = self._engine.submit(request_id, prompt, submit_options(request_id, request, _traceparent(context)))
+            subscription = self._engine.submit(request_id, prompt, submit_options(request_id, request, traceparent_of(context)))
             try:
                 # At once, so that the client can name the request before its first token.
                 await context.write(generation_pb2.GenerateResponse(request_id=request_id))
@@ -176,7 +176,8 @@ def _piece(tokens: list[int], logprobs: list[TokenLogprobs]) -> generation_pb2.G
     return response
 
 
-def _traceparent(context: Context) -> str:
+def traceparent_of(context: Context) -> str:
+    """The call's W3C trace context; empty when it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             return value if isinstance(value, str) else value.decode("ascii", "replace")

@@ -16,7 +16,7 @@ from scheduler_service.channels import bind, is_local, server_options
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.generation_servicer import GenerationServicer
 from scheduler_service.metrics import Metrics
-from scheduler_service.settings import SchedulerSettings
+from scheduler_service.public_settings import PublicSettings
 from scheduler_service.tokens import TokenFile
 
 log = structlog.get_logger("pagemirror.app")
@@ -50,7 +50,7 @@ class PublicServer:
         StartError: the address cannot be had, or a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: SchedulerSettings, metrics: Metrics, board: HealthBoard) -> None:
+    def __init__(self, settings: PublicSettings, metrics: Metrics, board: HealthBoard, *, share_port: bool = False) -> None:
         tokens = None if settings.token_file is None else TokenFile(settings.token_file)
         self.gate = CallGate(
             SERVICE_NAME,
@@ -66,6 +66,7 @@ class PublicServer:
                 max_message_bytes=settings.max_message_mib * 2**20,
                 max_streams=settings.max_streams,
                 max_connections=settings.max_connections,
+                share_port=share_port,
             ),
             maximum_concurrent_rpcs=settings.max_streams + MAX_CHECKS + MAX_OTHER_CALLS + _SPARE_CALLS,
         )
@@ -77,10 +78,14 @@ class PublicServer:
 
     def add(self, engine: EngineLoop) -> None:
         """Serve this engine; before `start`."""
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(engine), self.server)
+        self.add_servicer(GenerationServicer(engine))
+
+    def add_servicer(self, servicer: generation_pb2_grpc.GenerationServiceServicer) -> None:
+        """Serve by this; before `start`."""
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, self.server)
 
 
-def _warn(settings: SchedulerSettings, address: str) -> None:
+def _warn(settings: PublicSettings, address: str) -> None:
     """What the operator of a port that other machines can reach should know of it."""
     if settings.tls is None:
         log.warning("plaintext_to_other_machines", address=address, reason="--insecure")

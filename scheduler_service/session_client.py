@@ -29,15 +29,17 @@ from scheduler_service.subscription import DEFAULT_MAX_UNREAD
 log = structlog.get_logger("pagemirror.session")
 
 _MAX_SUBMITS = 256  # of one message
-_MAX_SUBMIT_BYTES = 1 << 20  # of those that share a message; one alone may be larger
+_SHARED_BYTES = 256 * 1024  # of submits that share a message; one alone may be larger
+_OVERHEAD_BYTES = 1024  # of one submit in a message of its own
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Session:
     """One open session. `max_unread`: values kept for each request whose reader is late; beyond, the request ends."""
 
-    def __init__(self, call: Any, window: int, max_unread: int = DEFAULT_MAX_UNREAD) -> None:
-        self.window = window
+    def __init__(self, call: Any, welcome: generation_pb2.SessionWelcome, max_unread: int = DEFAULT_MAX_UNREAD) -> None:
+        self.window = window = welcome.window
+        self._max_bytes = welcome.max_message_bytes - _OVERHEAD_BYTES
         self._call = call
         self._max_unread = max_unread
         self._room = asyncio.Semaphore(window)
@@ -68,7 +70,7 @@ class Session:
         except BaseException:
             call.cancel()
             raise
-        return cls(call, message.welcome.window, max_unread)
+        return cls(call, message.welcome, max_unread)
 
     @property
     def num_live(self) -> int:
@@ -76,9 +78,14 @@ class Session:
         return len(self._live) + len(self._submits)
 
     async def submit(self, request: generation_pb2.GenerateRequest, traceparent: str = "") -> SessionOutput:
-        """Send a request, whose id must be set; waits while the window is full. Raises SessionCallError when the session is
-        over.
+        """Send a request, whose id must be set; waits while the window is full.
+
+        Raises:
+            SessionCallError: the session is over, or the request alone is more than the scheduler takes in a message.
         """
+        if (size := request.ByteSize() + len(traceparent)) > self._max_bytes:
+            details = f"the request has {size} bytes, but the scheduler takes at most {self._max_bytes} (--max-message-mib)"
+            raise SessionCallError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         await self._room.acquire()
         if self.broken is not None:
             self._room.release()
@@ -133,8 +140,8 @@ class Session:
         num_bytes = 0
         while self._submits and len(message.submits) < _MAX_SUBMITS:
             output, request, traceparent = self._submits[0]
-            num_bytes += request.ByteSize()
-            if message.submits and num_bytes > _MAX_SUBMIT_BYTES:
+            num_bytes += request.ByteSize() + len(traceparent)
+            if message.submits and num_bytes > _SHARED_BYTES:
                 return message  # aborts may be of requests that are still to be sent
             self._submits.popleft()
             self._last += 1
@@ -190,8 +197,13 @@ class Session:
     def _break(self, error: SessionCallError) -> None:
         if self.broken is None:
             self.broken = error
+            told = error
+            if (
+                error.code is not grpc.StatusCode.CANCELLED
+            ):  # whatever the stream's status says, their requests are not to blame
+                told = SessionCallError(grpc.StatusCode.UNAVAILABLE, f"the session with the scheduler ended: {error.details}")
             for output in [*self._live.values(), *(entry[0] for entry in self._submits)]:
-                output.end(None, error)
+                output.end(None, told)
                 self._room.release()  # whoever waits is told
             self._live.clear()
             self._submits.clear()

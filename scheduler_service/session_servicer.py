@@ -45,7 +45,9 @@ async def serve_session(engine: EngineLoop, requests: Requests, context: Context
         outbox = engine.open_outbox()
         reader: asyncio.Task[None] | None = None
         try:
-            welcome = generation_pb2.SessionWelcome(window=outbox.window)
+            welcome = generation_pb2.SessionWelcome(
+                window=outbox.window, max_message_bytes=engine.settings.max_message_mib * 2**20
+            )
             await _send(context, generation_pb2.SessionResponse(welcome=welcome))
             reader = asyncio.create_task(_Reader(engine, outbox).run(hello, requests), name="session")
             await _write(outbox, context)

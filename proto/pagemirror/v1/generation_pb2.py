@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pagemirror.v1 import forward_pb2 as pagemirror_dot_v1_dot_forward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagemirror/v1/generation.proto\x12\rpagemirror.v1\x1a\x1bpagemirror/v1/forward.proto\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.pagemirror.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x1f\n\x17ignore_default_stop_ids\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x19\n\x0cprefix_cache\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12\x1e\n\x11max_queue_wait_ms\x18\n \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0f\n\r_prefix_cacheB\x14\n\x12_max_queue_wait_ms\"\x9d\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.pagemirror.v1.Finished\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\"\x99\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagemirror.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x05 \x01(\r\"t\n\x0eSessionRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.pagemirror.v1.SessionHello\x12&\n\x07submits\x18\x02 \x03(\x0b\x32\x15.pagemirror.v1.Submit\x12\x0e\n\x06\x61\x62orts\x18\x03 \x01(\x0c\"\x0e\n\x0cSessionHello\"^\n\x06Submit\x12\x0e\n\x06number\x18\x01 \x01(\r\x12/\n\x07request\x18\x02 \x01(\x0b\x32\x1e.pagemirror.v1.GenerateRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"\xda\x01\n\x0fSessionResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.pagemirror.v1.SessionWelcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0c\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\x12(\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x19.pagemirror.v1.SessionEnd\" \n\x0eSessionWelcome\x12\x0e\n\x06window\x18\x01 \x01(\r\"g\n\nSessionEnd\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x17.pagemirror.v1.Finished\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"$\n\x0eRetractRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x11\n\x0fRetractResponse\"%\n\x0fGetStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe4\x01\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.pagemirror.v1.RequestState\x12\x0b\n\x03row\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x07 \x01(\r\x12\x14\n\x0cnum_computed\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\"\x11\n\x0fListRowsRequest\"Z\n\x10ListRowsResponse\x12\x12\n\nsession_no\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.pagemirror.v1.RowPair\"\x82\x01\n\x07RowPair\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagemirror.v1.RequestInfo\x12\x17\n\x0fscheduler_pages\x18\x02 \x01(\x0c\x12\x14\n\x0cmirror_pages\x18\x03 \x01(\x0c\x12\r\n\x05\x65qual\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"/\n\x18ResetPrefixCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xf2\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x66\x61ult_stop_ids\x18\x07 \x01(\x0c\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x19\n\x11max_pages_per_row\x18\x0b \x01(\r\x12\x14\n\x0ctoken_budget\x18\x0c \x01(\r\x12\x12\n\nchunk_size\x18\r \x01(\r\x12\x15\n\roverlap_depth\x18\x0e \x01(\r\x12\x16\n\x0erefresh_policy\x18\x0f \x01(\t\x12\x13\n\x0bnum_waiting\x18\x10 \x01(\r\x12\x13\n\x0bnum_running\x18\x11 \x01(\r\x12\x15\n\rnum_retracted\x18\x12 \x01(\r\x12\x12\n\nfree_pages\x18\x13 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x14 \x01(\r\x12\x16\n\x0emax_prompt_len\x18\x15 \x01(\r\x12\x11\n\tnum_steps\x18\x16 \x01(\x04\x12\x11\n\tnum_ranks\x18\x17 \x01(\r*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04*\xdd\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1e\n\x1aREQUEST_STATE_PREFILL_DONE\x10\x03\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x04\x12\x1b\n\x17REQUEST_STATE_RETRACTED\x10\x05\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x06\x32\xfd\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.pagemirror.v1.GenerateRequest\x1a\x1f.pagemirror.v1.GenerateResponse0\x01\x12L\n\x07Session\x12\x1d.pagemirror.v1.SessionRequest\x1a\x1e.pagemirror.v1.SessionResponse(\x01\x30\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.pagemirror.v1.AbortRequest\x1a\x1c.pagemirror.v1.AbortResponse\x12H\n\x07Retract\x12\x1d.pagemirror.v1.RetractRequest\x1a\x1e.pagemirror.v1.RetractResponse\x12\x46\n\x08GetState\x12\x1e.pagemirror.v1.GetStateRequest\x1a\x1a.pagemirror.v1.RequestInfo\x12K\n\x08ListRows\x12\x1e.pagemirror.v1.ListRowsRequest\x1a\x1f.pagemirror.v1.ListRowsResponse\x12\x63\n\x10ResetPrefixCache\x12&.pagemirror.v1.ResetPrefixCacheRequest\x1a\'.pagemirror.v1.ResetPrefixCacheResponse\x12\x43\n\x07GetInfo\x12\x1d.pagemirror.v1.GetInfoRequest\x1a\x19.pagemirror.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epagemirror/v1/generation.proto\x12\rpagemirror.v1\x1a\x1bpagemirror/v1/forward.proto\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x17\n\nmax_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.pagemirror.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x1f\n\x17ignore_default_stop_ids\x18\x06 \x01(\x08\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x19\n\x0cprefix_cache\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12\x1e\n\x11max_queue_wait_ms\x18\n \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0f\n\r_prefix_cacheB\x14\n\x12_max_queue_wait_ms\"\x9d\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.pagemirror.v1.Finished\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x05 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x06 \x01(\x0c\"\x99\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.pagemirror.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x05 \x01(\r\"t\n\x0eSessionRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.pagemirror.v1.SessionHello\x12&\n\x07submits\x18\x02 \x03(\x0b\x32\x15.pagemirror.v1.Submit\x12\x0e\n\x06\x61\x62orts\x18\x03 \x01(\x0c\"\x0e\n\x0cSessionHello\"^\n\x06Submit\x12\x0e\n\x06number\x18\x01 \x01(\r\x12/\n\x07request\x18\x02 \x01(\x0b\x32\x1e.pagemirror.v1.GenerateRequest\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\"\xda\x01\n\x0fSessionResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.pagemirror.v1.SessionWelcome\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0c\x12\x0f\n\x07numbers\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\x12(\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x19.pagemirror.v1.SessionEnd\";\n\x0eSessionWelcome\x12\x0e\n\x06window\x18\x01 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x04\"g\n\nSessionEnd\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0e\n\x06status\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x17.pagemirror.v1.Finished\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"$\n\x0eRetractRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x11\n\x0fRetractResponse\"%\n\x0fGetStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xe4\x01\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x05state\x18\x02 \x01(\x0e\x32\x1b.pagemirror.v1.RequestState\x12\x0b\n\x03row\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0fnum_retractions\x18\x07 \x01(\r\x12\x14\n\x0cnum_computed\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\"\x11\n\x0fListRowsRequest\"Z\n\x10ListRowsResponse\x12\x12\n\nsession_no\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.pagemirror.v1.RowPair\"\x82\x01\n\x07RowPair\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.pagemirror.v1.RequestInfo\x12\x17\n\x0fscheduler_pages\x18\x02 \x01(\x0c\x12\x14\n\x0cmirror_pages\x18\x03 \x01(\x0c\x12\r\n\x05\x65qual\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\"(\n\x17ResetPrefixCacheRequest\x12\r\n\x05\x66orce\x18\x01 \x01(\x08\"/\n\x18ResetPrefixCacheResponse\x12\x13\n\x0b\x66reed_pages\x18\x01 \x01(\r\"\x10\n\x0eGetInfoRequest\"\xf2\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_path\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bmax_context\x18\x06 \x01(\r\x12\x18\n\x10\x64\x65\x66\x61ult_stop_ids\x18\x07 \x01(\x0c\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\x12\x10\n\x08max_rows\x18\n \x01(\r\x12\x19\n\x11max_pages_per_row\x18\x0b \x01(\r\x12\x14\n\x0ctoken_budget\x18\x0c \x01(\r\x12\x12\n\nchunk_size\x18\r \x01(\r\x12\x15\n\roverlap_depth\x18\x0e \x01(\r\x12\x16\n\x0erefresh_policy\x18\x0f \x01(\t\x12\x13\n\x0bnum_waiting\x18\x10 \x01(\r\x12\x13\n\x0bnum_running\x18\x11 \x01(\r\x12\x15\n\rnum_retracted\x18\x12 \x01(\r\x12\x12\n\nfree_pages\x18\x13 \x01(\r\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x14 \x01(\r\x12\x16\n\x0emax_prompt_len\x18\x15 \x01(\r\x12\x11\n\tnum_steps\x18\x16 \x01(\x04\x12\x11\n\tnum_ranks\x18\x17 \x01(\r*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x1a\n\x16\x46INISH_REASON_CAPACITY\x10\x04*\xdd\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_SUBMITTED\x10\x01\x12\x1c\n\x18REQUEST_STATE_PREFILLING\x10\x02\x12\x1e\n\x1aREQUEST_STATE_PREFILL_DONE\x10\x03\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x04\x12\x1b\n\x17REQUEST_STATE_RETRACTED\x10\x05\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x06\x32\xfd\x04\n\x11GenerationService\x12M\n\x08Generate\x12\x1e.pagemirror.v1.GenerateRequest\x1a\x1f.pagemirror.v1.GenerateResponse0\x01\x12L\n\x07Session\x12\x1d.pagemirror.v1.SessionRequest\x1a\x1e.pagemirror.v1.SessionResponse(\x01\x30\x01\x12\x42\n\x05\x41\x62ort\x12\x1b.pagemirror.v1.AbortRequest\x1a\x1c.pagemirror.v1.AbortResponse\x12H\n\x07Retract\x12\x1d.pagemirror.v1.RetractRequest\x1a\x1e.pagemirror.v1.RetractResponse\x12\x46\n\x08GetState\x12\x1e.pagemirror.v1.GetStateRequest\x1a\x1a.pagemirror.v1.RequestInfo\x12K\n\x08ListRows\x12\x1e.pagemirror.v1.ListRowsRequest\x1a\x1f.pagemirror.v1.ListRowsResponse\x12\x63\n\x10ResetPrefixCache\x12&.pagemirror.v1.ResetPrefixCacheRequest\x1a\'.pagemirror.v1.ResetPrefixCacheResponse\x12\x43\n\x07GetInfo\x12\x1d.pagemirror.v1.GetInfoRequest\x1a\x19.pagemirror.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagemirror.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2562
-  _globals['_FINISHREASON']._serialized_end=2710
-  _globals['_REQUESTSTATE']._serialized_start=2713
-  _globals['_REQUESTSTATE']._serialized_end=2934
+  _globals['_FINISHREASON']._serialized_start=2589
+  _globals['_FINISHREASON']._serialized_end=2737
+  _globals['_REQUESTSTATE']._serialized_start=2740
+  _globals['_REQUESTSTATE']._serialized_end=2961
   _globals['_GENERATEREQUEST']._serialized_start=79
   _globals['_GENERATEREQUEST']._serialized_end=419
   _globals['_GENERATERESPONSE']._serialized_start=422
@@ -51,35 +51,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONRESPONSE']._serialized_start=968
   _globals['_SESSIONRESPONSE']._serialized_end=1186
   _globals['_SESSIONWELCOME']._serialized_start=1188
-  _globals['_SESSIONWELCOME']._serialized_end=1220
-  _globals['_SESSIONEND']._serialized_start=1222
-  _globals['_SESSIONEND']._serialized_end=1325
-  _globals['_ABORTREQUEST']._serialized_start=1327
-  _globals['_ABORTREQUEST']._serialized_end=1361
-  _globals['_ABORTRESPONSE']._serialized_start=1363
-  _globals['_ABORTRESPONSE']._serialized_end=1378
-  _globals['_RETRACTREQUEST']._serialized_start=1380
-  _globals['_RETRACTREQUEST']._serialized_end=1416
-  _globals['_RETRACTRESPONSE']._serialized_start=1418
-  _globals['_RETRACTRESPONSE']._serialized_end=1435
-  _globals['_GETSTATEREQUEST']._serialized_start=1437
-  _globals['_GETSTATEREQUEST']._serialized_end=1474
-  _globals['_REQUESTINFO']._serialized_start=1477
-  _globals['_REQUESTINFO']._serialized_end=1705
-  _globals['_LISTROWSREQUEST']._serialized_start=1707
-  _globals['_LISTROWSREQUEST']._serialized_end=1724
-  _globals['_LISTROWSRESPONSE']._serialized_start=1726
-  _globals['_LISTROWSRESPONSE']._serialized_end=1816
-  _globals['_ROWPAIR']._serialized_start=1819
-  _globals['_ROWPAIR']._serialized_end=1949
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1951
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1991
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1993
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2040
-  _globals['_GETINFOREQUEST']._serialized_start=2042
-  _globals['_GETINFOREQUEST']._serialized_end=2058
-  _globals['_SERVERINFO']._serialized_start=2061
-  _globals['_SERVERINFO']._serialized_end=2559
-  _globals['_GENERATIONSERVICE']._serialized_start=2937
-  _globals['_GENERATIONSERVICE']._serialized_end=3574
+  _globals['_SESSIONWELCOME']._serialized_end=1247
+  _globals['_SESSIONEND']._serialized_start=1249
+  _globals['_SESSIONEND']._serialized_end=1352
+  _globals['_ABORTREQUEST']._serialized_start=1354
+  _globals['_ABORTREQUEST']._serialized_end=1388
+  _globals['_ABORTRESPONSE']._serialized_start=1390
+  _globals['_ABORTRESPONSE']._serialized_end=1405
+  _globals['_RETRACTREQUEST']._serialized_start=1407
+  _globals['_RETRACTREQUEST']._serialized_end=1443
+  _globals['_RETRACTRESPONSE']._serialized_start=1445
+  _globals['_RETRACTRESPONSE']._serialized_end=1462
+  _globals['_GETSTATEREQUEST']._serialized_start=1464
+  _globals['_GETSTATEREQUEST']._serialized_end=1501
+  _globals['_REQUESTINFO']._serialized_start=1504
+  _globals['_REQUESTINFO']._serialized_end=1732
+  _globals['_LISTROWSREQUEST']._serialized_start=1734
+  _globals['_LISTROWSREQUEST']._serialized_end=1751
+  _globals['_LISTROWSRESPONSE']._serialized_start=1753
+  _globals['_LISTROWSRESPONSE']._serialized_end=1843
+  _globals['_ROWPAIR']._serialized_start=1846
+  _globals['_ROWPAIR']._serialized_end=1976
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1978
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2018
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2020
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2067
+  _globals['_GETINFOREQUEST']._serialized_start=2069
+  _globals['_GETINFOREQUEST']._serialized_end=2085
+  _globals['_SERVERINFO']._serialized_start=2088
+  _globals['_SERVERINFO']._serialized_end=2586
+  _globals['_GENERATIONSERVICE']._serialized_start=2964
+  _globals['_GENERATIONSERVICE']._serialized_end=3601
 # @@protoc_insertion_point(module_scope)

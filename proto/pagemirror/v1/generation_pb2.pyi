@@ -397,16 +397,20 @@ class SessionWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WINDOW_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     window: _builtins.int
     """How many requests of the session may be live, or over and not yet told, at a time. Beyond it the stream is not read."""
+    max_message_bytes: _builtins.int
+    """Largest SessionRequest that is taken, in bytes; a larger one ends the stream with RESOURCE_EXHAUSTED."""
     def __init__(
         self,
         *,
         window: _builtins.int = ...,
+        max_message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

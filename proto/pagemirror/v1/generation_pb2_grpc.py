@@ -124,7 +124,7 @@ class GenerationServiceServicer(object):
         OK                   the client half-closed it and every request has ended
         INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
         the last one + 1, or `aborts` is no column
-        RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+        RESOURCE_EXHAUSTED   a message of the client is too large, or one of the scheduler waited longer to be read than it may
         UNAVAILABLE          the scheduler is draining, and no request of the session is live
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

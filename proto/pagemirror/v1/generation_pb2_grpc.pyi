@@ -66,7 +66,7 @@ class GenerationServiceStub:
       OK                   the client half-closed it and every request has ended
       INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
                            the last one + 1, or `aborts` is no column
-      RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+      RESOURCE_EXHAUSTED   a message of the client is too large, or one of the scheduler waited longer to be read than it may
       UNAVAILABLE          the scheduler is draining, and no request of the session is live
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
@@ -130,7 +130,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       OK                   the client half-closed it and every request has ended
       INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
                            the last one + 1, or `aborts` is no column
-      RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+      RESOURCE_EXHAUSTED   a message of the client is too large, or one of the scheduler waited longer to be read than it may
       UNAVAILABLE          the scheduler is draining, and no request of the session is live
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
@@ -203,7 +203,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
           OK                   the client half-closed it and every request has ended
           INVALID_ARGUMENT     no hello came within 30 s, the first message has none, a later one has one, a submit's number is not
                                the last one + 1, or `aborts` is no column
-          RESOURCE_EXHAUSTED   a message waited longer to be read than it may
+          RESOURCE_EXHAUSTED   a message of the client is too large, or one of the scheduler waited longer to be read than it may
           UNAVAILABLE          the scheduler is draining, and no request of the session is live
         """
 

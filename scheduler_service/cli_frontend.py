@@ -1,0 +1,90 @@
+"""The command `frontend`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scheduler_service.cli_options import (
+    Grace,
+    Insecure,
+    Keepalive,
+    LogJson,
+    LogLevel,
+    MaxConnections,
+    MaxMessageMib,
+    MaxStreams,
+    MaxUnreadTokens,
+    ServerTokens,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    WriteTimeout,
+    fail,
+)
+
+
+def frontend(
+    context: typer.Context,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="Where the scheduler listens: HOST:PORT or unix:/PATH.  [env var: PAGEMIRROR_SCHEDULER]"),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that serve.  [default: 1]")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT or unix:/PATH to serve on.  [default: 127.0.0.1:50051]")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+    token_file: ServerTokens = None,
+    insecure: Insecure = None,
+    max_streams: MaxStreams = None,
+    max_connections: MaxConnections = None,
+    max_message_mib: MaxMessageMib = None,
+    max_unread_tokens: MaxUnreadTokens = None,
+    write_timeout: WriteTimeout = None,
+    keepalive: Keepalive = None,
+    scheduler_tls_ca: Annotated[
+        Path | None, typer.Option(help="Reach the scheduler by TLS; its certificate is from this authority.")
+    ] = None,
+    scheduler_tls_cert: Annotated[Path | None, typer.Option(help="Certificate to show to the scheduler.")] = None,
+    scheduler_tls_key: Annotated[Path | None, typer.Option(help="Key of --scheduler-tls-cert.")] = None,
+    scheduler_tls_name: Annotated[
+        str | None, typer.Option(help="Name in the scheduler's certificate.  [default: the host in --scheduler]")
+    ] = None,
+    scheduler_token_file: Annotated[
+        Path | None, typer.Option(help="Show the first token of this file to the scheduler.")
+    ] = None,
+    grace: Grace = None,
+    log_level: LogLevel = None,
+    log_json: LogJson = None,
+) -> None:
+    """Serve GenerationService from processes of their own, each of which reaches the scheduler over one stream.
+
+    Limits are those of each worker. Every option can also be given in the environment, as PAGEMIRROR_WORKERS and so on.
+    """
+    import asyncio
+
+    from scheduler_service.core.errors import PagemirrorError
+    from scheduler_service.frontend import run_frontend
+    from scheduler_service.frontend_settings import load_frontend_settings
+    from scheduler_service.logs import configure_logs
+    from scheduler_service.public_settings import SettingsError
+
+    try:
+        settings = load_frontend_settings(**context.params)
+    except SettingsError as error:
+        fail(str(error), 2)
+    configure_logs(settings.log_level, as_json=settings.log_json)
+    try:
+        status = asyncio.run(run_frontend(settings, _announce))
+    except PagemirrorError as error:
+        fail(str(error), 1)
+    raise typer.Exit(status)
+
+
+def _announce(line: str) -> None:
+    typer.echo(line)
+    sys.stdout.flush()

@@ -1,0 +1,165 @@
+"""`pagemirror frontend`: several processes that serve one public port, so that the scheduler's own need not.
+
+The port is bound once here, and kept from others for as long as this process lives; its workers share it. A worker that dies is
+started again. Its requests end with its session, and its clients see their connections close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
+
+import structlog
+
+from scheduler_service.errors import StartError
+from scheduler_service.frontend_settings import FrontendSettings
+from scheduler_service.frontend_worker import work
+from scheduler_service.up import RestartPolicy
+
+log = structlog.get_logger("pagemirror.frontend")
+
+_KILL_AFTER_S = 10.0  # beyond the grace
+
+
+class Frontend:
+    """The workers, and how they end."""
+
+    def __init__(self, settings: FrontendSettings, announce: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._announce = announce
+        self._workers: dict[int, SpawnProcess] = {}
+        self._serving: set[int] = set()
+        self._announced = False
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start the workers and keep them until a signal, or until one cannot be kept; the exit status.
+
+        Raises:
+            StartError: the address cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        with reserve(self._settings.listen, self._settings.workers > 1) as address:
+            settings = self._settings.model_copy(update={"listen": address})
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal)
+            keepers = [asyncio.create_task(self._keep(n, settings)) for n in range(settings.workers)]
+            try:
+                await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+                if failed := not self._stopping.is_set():
+                    self._on_signal()  # one that cannot be kept ends all
+                await asyncio.wait(keepers, timeout=settings.grace + _KILL_AFTER_S)
+                return int(failed)
+            finally:
+                for process in self._workers.values():
+                    process.kill()
+                await asyncio.gather(*keepers, return_exceptions=True)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.remove_signal_handler(number)
+
+    async def _keep(self, n: int, settings: FrontendSettings) -> None:
+        """Start one worker, and again when it has ended, until all are to end or it is not worth trying again."""
+        policy = RestartPolicy()
+        while not self._stopping.is_set():
+            status = await self._run_worker(n, settings, policy)
+            if self._stopping.is_set():
+                return
+            pause = policy.next_pause(status, asyncio.get_running_loop().time())
+            then = "" if pause is None else f"; it is started again{f' in {pause:g} s' if pause else ''}"
+            sys.stderr.write(f"pagemirror frontend: worker {n} ended with status {status}{then}\n")
+            sys.stderr.flush()
+            if pause is None:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._stopping.wait()
+
+    async def _run_worker(self, n: int, settings: FrontendSettings, policy: RestartPolicy) -> int:
+        """One life of a worker; its exit status, negative where a signal ended it."""
+        loop = asyncio.get_running_loop()
+        context = multiprocessing.get_context("spawn")
+        ready, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(settings, theirs, os.getpid()), name=f"pagemirror frontend {n}")
+        process.start()
+        theirs.close()
+        self._workers[n] = process
+        ended = asyncio.Event()
+        loop.add_reader(process.sentinel, ended.set)
+
+        def note_ready() -> None:
+            loop.remove_reader(ready)
+            with contextlib.suppress(EOFError):  # it died before
+                address = ready.recv()
+                policy.note_ready()
+                self._note_serving(n, address)
+
+        loop.add_reader(ready, note_ready)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
+            loop.remove_reader(ready)
+            ready.close()
+            if self._workers.get(n) is process:
+                del self._workers[n]
+        process.join()
+        return process.exitcode or 0
+
+    def _note_serving(self, n: int, address: str) -> None:
+        self._serving.add(n)
+        if len(self._serving) == self._settings.workers and not self._announced:
+            self._announced = True
+            self._announce(f"pagemirror frontend ready on {address} (workers {self._settings.workers})")
+
+    def _on_signal(self) -> None:
+        self._stopping.set()
+        for process in self._workers.values():
+            process.terminate()
+
+
+@contextlib.contextmanager
+def reserve(address: str, shared: bool) -> Iterator[str]:
+    """Keep `address` for processes that share it; yields it, with the port in it. Where only one process serves, it binds by
+    itself, and nothing is kept.
+
+    Raises:
+        StartError: it is in use, cannot be bound, or cannot be shared here.
+    """
+    if not shared:
+        yield address
+        return
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise StartError("processes cannot share a port on this system: use --workers 1")
+    host, _, port = address.rpartition(":")
+    try:
+        kept = _bind_for_all(host.strip("[]"), int(port))
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
+    with kept:
+        yield f"{host}:{kept.getsockname()[1]}"
+
+
+def _bind_for_all(host: str, port: int) -> socket.socket:
+    """A socket that holds the address and lets others of this user share it. It does not listen: no connection is for it."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Alone first: with sharing switched on, another front end on this port would go unnoticed.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+        place = (place[0], probe.getsockname()[1], *place[2:])
+    kept = socket.socket(family, kind, protocol)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    kept.bind(place)
+    return kept
+
+
+async def run_frontend(settings: FrontendSettings, announce: Callable[[str], None]) -> int:
+    """Serve until a signal; the exit status. Raises StartError."""
+    return await Frontend(settings, announce).run()

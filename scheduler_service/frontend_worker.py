@@ -1,0 +1,76 @@
+"""One process of `pagemirror frontend`: a public server, a session with the scheduler, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import structlog
+
+from scheduler_service import event_loop
+from scheduler_service.app import StopSignals, first
+from scheduler_service.core.errors import InternalError, PagemirrorError
+from scheduler_service.frontend_link import SchedulerLink
+from scheduler_service.frontend_servicer import FrontendServicer
+from scheduler_service.frontend_settings import FrontendSettings
+from scheduler_service.logs import configure_logs
+from scheduler_service.metrics import Metrics
+from scheduler_service.public_server import HealthBoard, PublicServer
+
+log = structlog.get_logger("pagemirror.frontend")
+
+_STOP_GRACE_S = 1.0  # for streams to carry away the status they were just ended with
+
+
+def work(settings: FrontendSettings, ready: Connection, parent: int) -> None:
+    """What a spawned process runs. `ready` is sent the address once it is served. Exits with status 1 where it cannot be."""
+    os.setsid()  # Ctrl-C reaches the parent alone, which ends its workers in order
+    configure_logs(settings.log_level, as_json=settings.log_json)
+    try:
+        event_loop.run(serve(settings, ready.send, parent))
+    except PagemirrorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+async def serve(settings: FrontendSettings, announce: Callable[[str], None], parent: int | None = None) -> None:
+    """Serve until a signal, or until process `parent` has ended.
+
+    Raises:
+        StartError: the address cannot be had, or a file of the settings cannot be used.
+    """
+    stop = StopSignals()
+    board = HealthBoard()
+    security = settings.security()
+    security.channel(settings.scheduler)  # what is wrong with its files is told now
+    front = PublicServer(settings, Metrics(), board, share_port=settings.workers > 1)
+    link = SchedulerLink(settings.scheduler, security, max_unread=settings.max_unread_tokens, on_connected=board.show)
+    board.show(False)
+    servicer = FrontendServicer(link)
+    front.add_servicer(servicer)
+    tasks = [asyncio.create_task(link.run(), name="link")]
+    if parent is not None:
+        tasks.append(asyncio.create_task(stop.follow_parent(parent)))
+    try:
+        with stop.installed():
+            await front.server.start()
+            announce(front.address)
+            log.info("serving", address=front.address, scheduler=settings.scheduler)
+            if await first(asyncio.shield(tasks[0]), stop.drain.wait()):  # raises what ended it
+                raise InternalError("the link to the scheduler ended")
+            log.info("draining", grace_s=settings.grace, live=servicer.num_live)
+            servicer.draining = True
+            await board.servicer.enter_graceful_shutdown()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(settings.grace):
+                    await first(servicer.idle.wait(), stop.now.wait())  # a second signal: at once
+            await front.server.stop(_STOP_GRACE_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await front.server.stop(None)
