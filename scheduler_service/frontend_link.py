@@ -33,6 +33,8 @@ class SchedulerLink:
         self._on_connected = on_connected
         self._reason = "no session was opened yet"
         self._current: tuple[Client, Session] | None = None
+        self.tried = asyncio.Event()
+        """The first attempt is over, whatever came of it."""
 
     @property
     def session(self) -> Session:
@@ -55,6 +57,7 @@ class SchedulerLink:
         while True:
             client, session = await self._connect()
             self._current = client, session
+            self.tried.set()
             self._on_connected(True)
             log.info("session_opened", scheduler=self._target, window=session.window)
             try:
@@ -97,3 +100,4 @@ class SchedulerLink:
         say = log.warning if reason != self._reason else log.debug
         say("scheduler_unreachable", scheduler=self._target, reason=reason)
         self._reason = reason
+        self.tried.set()

@@ -46,7 +46,7 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     stop = StopSignals()
     board = HealthBoard()
     security = settings.security()
-    security.channel(settings.scheduler)  # what is wrong with its files is told now
+    await security.channel(settings.scheduler).close()  # what is wrong with its files is told now
     front = PublicServer(settings, Metrics(), board, share_port=settings.workers > 1)
     link = SchedulerLink(settings.scheduler, security, max_unread=settings.max_unread_tokens, on_connected=board.show)
     board.show(False)
@@ -58,6 +58,7 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     try:
         with stop.installed():
             await front.server.start()
+            await first(link.tried.wait(), stop.drain.wait())
             announce(front.address)
             log.info("serving", address=front.address, scheduler=settings.scheduler)
             if await first(asyncio.shield(tasks[0]), stop.drain.wait()):  # raises what ended it
