@@ -101,6 +101,9 @@ RuntimeTlsName = Annotated[
 MaxStreams = Annotated[int | None, typer.Option(help="Calls at a time; one beyond is refused.  [default: 1024]")]
 MaxConnections = Annotated[int | None, typer.Option(help="Connections at a time; one beyond is closed.  [default: 512]")]
 MaxMessageMib = Annotated[int | None, typer.Option(help="Largest request, in MiB: a token takes 4 bytes.  [default: 16]")]
+Workers = Annotated[
+    int, typer.Option(help="Processes that serve the public port in the scheduler's place; 0: none.", min=0, max=256)
+]
 SessionWindow = Annotated[int | None, typer.Option(help="Requests of one session at a time; more wait.  [default: 1024]")]
 MaxUnreadTokens = Annotated[
     int | None, typer.Option(help="Output kept for a client that does not read; beyond, its request ends.  [default: 65536]")

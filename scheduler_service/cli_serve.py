@@ -49,16 +49,26 @@ from scheduler_service.cli_options import (
     Verify,
     VerifyInterval,
     VerifyWindow,
+    Workers,
     WriteTimeout,
     fail,
     need_runtime,
 )
+
+OF_THE_PORT = {"tls_cert", "tls_key", "tls_ca", "token_file"}
+"""Options of `up` that go to whichever process has the public port."""
+OF_THE_FRONT_END = OF_THE_PORT | {
+    *("max_streams", "max_connections", "max_message_mib", "max_unread_tokens", "write_timeout", "keepalive"),
+    *("insecure", "grace", "log_level", "log_json"),
+}
+"""Options of `up` that go to the front end, where there is one; those that are not of the port to the scheduler as well."""
 
 
 def up(
     model: Annotated[str, typer.Option(help="fingerprint, tiny, or a Hugging Face directory.")],
     port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.", min=0, max=65535)] = 50051,
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    workers: Workers = 0,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.  [default: auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.  [default: float32 on CPU, else the model's]")] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.  [default: 16]")] = None,
@@ -164,8 +174,10 @@ def up(
     options = UpOptions(
         listen=f"{bracketed}:{port}",
         runtime_args=_arguments(runtime),
-        scheduler_args=_arguments(scheduler),
+        scheduler_args=_arguments({name: value for name, value in scheduler.items() if not workers or name not in OF_THE_PORT}),
         device=device,
+        workers=workers,
+        frontend_args=_arguments({name: value for name, value in scheduler.items() if name in OF_THE_FRONT_END}),
     )
     try:
         status = run_up(options)

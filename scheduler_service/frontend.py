@@ -11,14 +11,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 
 import structlog
 
-from scheduler_service.errors import StartError
+from scheduler_service.channels import reserve
 from scheduler_service.frontend_settings import FrontendSettings
 from scheduler_service.frontend_worker import work
 from scheduler_service.up import RestartPolicy
@@ -122,42 +121,6 @@ class Frontend:
         self._stopping.set()
         for process in self._workers.values():
             process.terminate()
-
-
-@contextlib.contextmanager
-def reserve(address: str, shared: bool) -> Iterator[str]:
-    """Keep `address` for processes that share it; yields it, with the port in it. Where only one process serves, it binds by
-    itself, and nothing is kept.
-
-    Raises:
-        StartError: it is in use, cannot be bound, or cannot be shared here.
-    """
-    if not shared:
-        yield address
-        return
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise StartError("processes cannot share a port on this system: use --workers 1")
-    host, _, port = address.rpartition(":")
-    try:
-        kept = _bind_for_all(host.strip("[]"), int(port))
-    except OSError as error:
-        raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
-    with kept:
-        yield f"{host}:{kept.getsockname()[1]}"
-
-
-def _bind_for_all(host: str, port: int) -> socket.socket:
-    """A socket that holds the address and lets others of this user share it. It does not listen: no connection is for it."""
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # Alone first: with sharing switched on, another front end on this port would go unnoticed.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(place)
-        place = (place[0], probe.getsockname()[1], *place[2:])
-    kept = socket.socket(family, kind, protocol)
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    kept.bind(place)
-    return kept
 
 
 async def run_frontend(settings: FrontendSettings, announce: Callable[[str], None]) -> int:

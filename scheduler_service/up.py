@@ -1,4 +1,5 @@
-"""`pagemirror up`: a scheduler and a local runtime as two processes over a unix socket, started and ended together.
+"""`pagemirror up`: a scheduler and a local runtime as two processes over a unix socket, started and ended together; with
+`--workers` a front end as well, which then has the public port.
 
 A runtime that dies is started again: the scheduler keeps its clients waiting, connects to the successor and goes on from the
 tokens it knows. Not started again is one that refuses its configuration, one that could not start in the first place, and
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scheduler_service.channels import reserve
 from scheduler_service.errors import StartError
 
 _MAX_SOCKET_PATH = 100  # bytes; the kernel's own limit is 107
@@ -31,6 +33,8 @@ _DEATHS_WITHIN_S = 60.0
 _FIRST_BACKOFF_S = 0.25
 _LAST_BACKOFF_S = 4.0
 _READY = re.compile(rb"^pagemirror runtime ready on .*\bnum_pages (\d+)\b.*\n", re.MULTILINE)
+_READY_SCHEDULER = re.compile(r"pagemirror ready on \S+ (\(model .*\))$")
+_READY_FRONT = re.compile(r"pagemirror frontend ready on (\S+) ")
 _MAX_LINE = 4096
 
 
@@ -42,6 +46,9 @@ class UpOptions:
     runtime_args: list[str] = field(default_factory=list)
     scheduler_args: list[str] = field(default_factory=list)
     device: str | None = None
+    workers: int = 0
+    """Processes of a front end; 0: the scheduler itself has the public port."""
+    frontend_args: list[str] = field(default_factory=list)
 
 
 class RestartPolicy:
@@ -76,10 +83,12 @@ class Pair:
     def __init__(self, options: UpOptions, folder: Path) -> None:
         self._options = options
         self._socket = f"unix:{folder / 'runtime.sock'}"
+        self._scheduler_socket = f"unix:{folder / 'public.sock'}"
         self._signals = 0
         self._stopping = False
         self._scheduler: asyncio.subprocess.Process | None = None
         self._runtime: asyncio.subprocess.Process | None = None
+        self._front: asyncio.subprocess.Process | None = None
         self._num_pages = ""  # that the first runtime had: the scheduler goes on with no other number
 
     async def run(self) -> int:
@@ -88,20 +97,27 @@ class Pair:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         keeper: asyncio.Task[int] | None = None
+        front: asyncio.Task[None] | None = None
         try:
             # Both at once: the scheduler waits for the runtime, and refuses a port in use at once.
             keeper = asyncio.create_task(self._keep_runtime())
-            addresses = ("--runtime", self._socket, "--listen", self._options.listen)
+            listen = self._scheduler_socket if self._options.workers else self._options.listen
+            addresses = ("--runtime", self._socket, "--listen", listen)
             self._scheduler = await _spawn(
-                ["scheduler_service.cli", "scheduler", *addresses, *self._options.scheduler_args, *_parent()]
+                ["scheduler_service.cli", "scheduler", *addresses, *self._options.scheduler_args, *_parent()],
+                environment=self._scheduler_environment(),
+                stdout=asyncio.subprocess.PIPE if self._options.workers else None,
             )
             if self._stopping:
                 _terminate(self._scheduler)
+            if self._options.workers:
+                front = asyncio.create_task(self._serve_front(self._scheduler))
             return await self._supervise(self._scheduler, keeper)
         finally:
-            if keeper is not None:
-                await _cancel(keeper)
-            for process in (self._scheduler, self._runtime):
+            for task in (keeper, front):
+                if task is not None:
+                    await _cancel(task)
+            for process in (self._front, self._scheduler, self._runtime):
                 if process is not None and process.returncode is None:
                     process.kill()
                     await process.wait()
@@ -126,6 +142,28 @@ class Pair:
         _terminate(scheduler)  # nothing is left to drain with
         await _wait_or_kill(scheduler, _KILL_AFTER_S)
         return status if status == _BAD_CONFIGURATION else 1
+
+    async def _serve_front(self, scheduler: asyncio.subprocess.Process) -> None:
+        """Start the front end when the scheduler serves; where it ends, have the scheduler end."""
+        assert scheduler.stdout is not None
+        model = _READY_SCHEDULER.match((await scheduler.stdout.readline()).decode())
+        if model is None or self._stopping:
+            return  # the scheduler has ended, or is about to
+        number = str(self._options.workers)
+        addresses = ("--scheduler", self._scheduler_socket, "--listen", self._options.listen, "--workers", number)
+        front = self._front = await _spawn(
+            ["scheduler_service.cli", "frontend", *addresses, *self._options.frontend_args],
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert front.stdout is not None
+        if address := _READY_FRONT.match((await front.stdout.readline()).decode()):
+            sys.stdout.write(f"pagemirror ready on {address[1]} {model[1]}\n")
+            sys.stdout.flush()
+        status = await front.wait()
+        if not self._stopping:
+            _say("the front end ended", status)
+            _terminate(scheduler)  # twice: there is nobody to drain for
+        _terminate(scheduler)
 
     async def _keep_runtime(self) -> int:
         """Start the runtime, and again when it has ended; the last one's status when it is not to be started again."""
@@ -169,12 +207,19 @@ class Pair:
     def _on_signal(self) -> None:
         self._signals += 1
         self._stopping = True
-        if self._scheduler is not None:
+        if self._front is not None and self._front.returncode is None:
+            _terminate(self._front)  # it drains, and the scheduler is needed until it is done
+        elif self._scheduler is not None:
             _terminate(self._scheduler)
         if self._signals > 2:
-            for process in (self._scheduler, self._runtime):
+            for process in (self._front, self._scheduler, self._runtime):
                 if process is not None and process.returncode is None:
                     process.kill()
+
+    def _scheduler_environment(self) -> dict[str, str]:
+        # Behind a front end it has a socket in a folder of our own: certificates and tokens are for the public port.
+        of_port = ("PAGEMIRROR_TLS_", "PAGEMIRROR_TOKEN_FILE") if self._options.workers else ()
+        return {name: value for name, value in os.environ.items() if not name.startswith(of_port)}
 
     def _runtime_environment(self) -> dict[str, str]:
         environment = dict(os.environ)
@@ -188,11 +233,14 @@ def run_up(options: UpOptions) -> int:
     """Run both processes until a signal; the exit status.
 
     Raises:
-        StartError: no place for the socket.
+        StartError: no place for the socket, or the front end's port cannot be had.
     """
     # The two meet at a socket in a folder of their own: certificates for their link are for other machines.
     for name in [name for name in os.environ if name.startswith("PAGEMIRROR_RUNTIME_TLS_")]:
         del os.environ[name]
+    if options.workers:
+        with reserve(options.listen):
+            pass  # a port in use is told now: the front end is started when the scheduler serves
     with tempfile.TemporaryDirectory(prefix="pagemirror-", dir=socket_base()) as folder:
         return asyncio.run(_run_pair(options, Path(folder)))
 
@@ -210,7 +258,7 @@ def socket_base() -> str:
     raise StartError(f"no directory for the socket: {tempfile.gettempdir()} is too long a name, and /tmp is not writable")
 
 
-async def _cancel(task: asyncio.Task[int]) -> None:
+async def _cancel(task: asyncio.Task[int] | asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

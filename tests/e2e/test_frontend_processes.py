@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.client import Client, RpcFailedError
+from scheduler_service.client_security import ClientSecurity
 
 READY = re.compile(r"pagemirror frontend ready on (\S+) \(workers \d+\)")
 
@@ -160,3 +161,52 @@ async def test_port_is_taken_by_one_front_end(commands: Any, child_env: dict[str
     status, out, err = await commands.run(child_env, *bad)
     assert (status, out) == (1, "")
     assert "error: " in err
+
+
+async def test_up_with_workers(
+    commands: Any, child_env: dict[str, str], tmp_path: Path, continuation: Callable[..., list[int]]
+) -> None:
+    """`up --workers` serves by a front end once it says so; SIGTERM lets live requests end; then every process is gone."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("0123456789abcdef-first\n")
+    env = child_env | {"PAGEMIRROR_TOKEN_FILE": str(tokens)}  # of the public port: not for the scheduler behind it
+    up = commands.up("--model", "fingerprint", "--num-pages", "1024", "--workers", "2", "--max-streams", "50")
+    async with commands.serving(up, env, tmp_path / "up") as served:
+        async with Client(served.target) as stranger:
+            with pytest.raises(RpcFailedError, match="UNAUTHENTICATED"):
+                await tokens_of(stranger, [1], 1)
+        async with contextlib.AsyncExitStack() as stack:
+            security = ClientSecurity.of(token_file=tokens)
+            clients = [await stack.enter_async_context(Client(served.target, security)) for _ in range(6)]
+            outputs = await asyncio.gather(*(tokens_of(client, [n, 2], 30) for n, client in enumerate(clients)))
+            assert outputs == [continuation([n, 2], 30) for n in range(6)]
+            status, _, err = await commands.run(env, *up, "--port", served.target.rpartition(":")[2])
+            assert (status, err) == (1, f"error: cannot listen on {served.target}: Address already in use\n")
+            last = clients[0].generate([5, 6], max_tokens=2000)
+            first = await anext(last)
+            children = [int(pid) for pid in _descendants(served.process.pid)]
+            assert len(children) >= 5  # runtime, scheduler, front end and two workers
+            served.process.send_signal(signal.SIGTERM)
+            assert first.tokens + sum([piece.tokens async for piece in last], []) == continuation([5, 6], 2000)
+        assert await served.end() == 0
+        assert not any(commands.is_running(pid) for pid in children)
+
+
+async def test_up_ends_with_its_front_end(commands: Any, child_env: dict[str, str], tmp_path: Path) -> None:
+    """A front end that was killed takes the rest with it."""
+    up = commands.up("--model", "fingerprint", "--num-pages", "256", "--workers", "1")
+    async with commands.serving(up, child_env, tmp_path / "up") as served:
+        children = _descendants(served.process.pid)
+        [front] = [pid for pid in children if b"\0frontend\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(front, signal.SIGKILL)
+        assert await served.end() == 1
+        await commands.until(lambda: not any(commands.is_running(pid) for pid in children))
+        assert "the front end ended by signal SIGKILL" in served.errors.read_text()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Process ids of all that it started, and of theirs."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += [int(child), *_descendants(int(child))]
+    return found
