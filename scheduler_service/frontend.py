@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
 
 import structlog
 
 from scheduler_service.channels import reserve
 from scheduler_service.frontend_settings import FrontendSettings
-from scheduler_service.frontend_worker import work
 from scheduler_service.up import RestartPolicy
 
 log = structlog.get_logger("pagemirror.frontend")
@@ -33,7 +30,7 @@ class Frontend:
     def __init__(self, settings: FrontendSettings, announce: Callable[[str], None]) -> None:
         self._settings = settings
         self._announce = announce
-        self._workers: dict[int, SpawnProcess] = {}
+        self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._serving: set[int] = set()
         self._announced = False
         self._stopping = asyncio.Event()
@@ -58,7 +55,8 @@ class Frontend:
                 return int(failed)
             finally:
                 for process in self._workers.values():
-                    process.kill()
+                    if process.returncode is None:
+                        process.kill()
                 await asyncio.gather(*keepers, return_exceptions=True)
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.remove_signal_handler(number)
@@ -82,34 +80,29 @@ class Frontend:
 
     async def _run_worker(self, n: int, settings: FrontendSettings, policy: RestartPolicy) -> int:
         """One life of a worker; its exit status, negative where a signal ended it."""
-        loop = asyncio.get_running_loop()
-        context = multiprocessing.get_context("spawn")
-        ready, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(settings, theirs, os.getpid()), name=f"pagemirror frontend {n}")
-        process.start()
-        theirs.close()
+        # A session of its own: Ctrl-C reaches this process alone, which ends its workers in order.
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-P", "-m", "scheduler_service.frontend_worker", str(os.getpid()))
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         self._workers[n] = process
-        ended = asyncio.Event()
-        loop.add_reader(process.sentinel, ended.set)
-
-        def note_ready() -> None:
-            loop.remove_reader(ready)
-            with contextlib.suppress(EOFError):  # it died before
-                address = ready.recv()
-                policy.note_ready()
-                self._note_serving(n, address)
-
-        loop.add_reader(ready, note_ready)
+        if self._stopping.is_set():
+            _terminate(process)
+        assert process.stdin is not None
+        process.stdin.write(settings.model_dump_json().encode())
+        process.stdin.close()
+        reader = asyncio.create_task(self._read_address(n, process, policy))
         try:
-            await ended.wait()
+            return await process.wait()
         finally:
-            loop.remove_reader(process.sentinel)
-            loop.remove_reader(ready)
-            ready.close()
-            if self._workers.get(n) is process:
-                del self._workers[n]
-        process.join()
-        return process.exitcode or 0
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_address(self, n: int, process: asyncio.subprocess.Process, policy: RestartPolicy) -> None:
+        """Wait for the line with which a worker says that it serves."""
+        assert process.stdout is not None
+        if address := (await process.stdout.readline()).decode().strip():
+            policy.note_ready()
+            self._note_serving(n, address)
 
     def _note_serving(self, n: int, address: str) -> None:
         self._serving.add(n)
@@ -120,7 +113,12 @@ class Frontend:
     def _on_signal(self) -> None:
         self._stopping.set()
         for process in self._workers.values():
-            process.terminate()
+            _terminate(process)
+
+
+def _terminate(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
 
 
 async def run_frontend(settings: FrontendSettings, announce: Callable[[str], None]) -> int:

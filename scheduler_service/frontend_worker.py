@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import structlog
 
@@ -24,17 +22,6 @@ from scheduler_service.public_server import HealthBoard, PublicServer
 log = structlog.get_logger("pagemirror.frontend")
 
 _STOP_GRACE_S = 1.0  # for streams to carry away the status they were just ended with
-
-
-def work(settings: FrontendSettings, ready: Connection, parent: int) -> None:
-    """What a spawned process runs. `ready` is sent the address once it is served. Exits with status 1 where it cannot be."""
-    os.setsid()  # Ctrl-C reaches the parent alone, which ends its workers in order
-    configure_logs(settings.log_level, as_json=settings.log_json)
-    try:
-        event_loop.run(serve(settings, ready.send, parent))
-    except PagemirrorError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
 
 
 async def serve(settings: FrontendSettings, announce: Callable[[str], None], parent: int | None = None) -> None:
@@ -75,3 +62,25 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await front.server.stop(None)
+
+
+def main() -> None:
+    """The program. It is given settings as JSON on stdin, and the id of the process to end with as argument; it writes its
+    address to stdout once it serves. Exits with status 1 where it cannot.
+    """
+    settings = FrontendSettings.model_validate_json(sys.stdin.read())
+    configure_logs(settings.log_level, as_json=settings.log_json)
+    try:
+        event_loop.run(serve(settings, _announce, int(sys.argv[1])))
+    except PagemirrorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+def _announce(address: str) -> None:
+    sys.stdout.write(f"{address}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ def workers_of(served: Any) -> list[int]:
     found = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_bytes()
-        if b"spawn_main" in words:
+        if b"scheduler_service.frontend_worker" in words:
             found.append(int(child))
     return found
 
