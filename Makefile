@@ -31,9 +31,12 @@ soak: venv ## ten minutes of killed, stopped and cut off processes, with every o
 	$(BIN)/python benchmarks/soak.py --minutes 10
 
 bench: venv ## measure beside transformers and TokenSpeed's schedulers, and write docs/performance.md from it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,fast]'
 	$(BIN)/python benchmarks/bench_scheduler.py --json build/bench-scheduler.json
 	$(BIN)/python benchmarks/bench_scaling.py --json build/bench-scaling.json
+	$(BIN)/python benchmarks/bench_mirror.py --json build/bench-mirror.json
+	$(BIN)/python benchmarks/bench_wire.py --json build/bench-wire.json
+	$(BIN)/python benchmarks/bench_streaming.py --json build/bench-streaming.json
 	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json
 	$(BIN)/python tools/write_performance.py build/bench-{scheduler,scaling,generate}.json
 
