@@ -27,6 +27,9 @@ log = structlog.get_logger("pagemirror.session")
 HELLO_TIMEOUT_S = 30.0
 """From the opening of a session to its hello."""
 
+MAX_NUMBER = 2**31 - 1
+"""Of a submit; the columns that name requests are int32."""
+
 _PIECE = 8192  # tokens a message
 _PIECE_WITH_LOGPROBS = 256
 
@@ -104,6 +107,8 @@ class _Reader:
         for submit in message.submits:
             if submit.number != self._last + 1:
                 raise SessionOrderError(f"a submit has number {submit.number}, but the last one had {self._last}")
+            if submit.number > MAX_NUMBER:
+                raise SessionOrderError(f"a session has at most {MAX_NUMBER} requests; open another one")
             self._last += 1
             await self._outbox.room()
             self._submit(submit)

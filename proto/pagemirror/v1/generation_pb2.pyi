@@ -312,7 +312,7 @@ class Submit(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """1, 2, 3, ... in the order of the stream: what the request is called in all columns."""
+    """1, 2, 3, ... in the order of the stream, at most 2^31 - 1: what the request is called in all columns."""
     traceparent: _builtins.str
     """W3C trace context of the request ("traceparent"); empty when there is none."""
     @_builtins.property

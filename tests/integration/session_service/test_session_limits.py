@@ -157,6 +157,19 @@ async def test_hello_must_come_in_time(bench: Callable[..., Any], monkeypatch: p
         assert caught.value.details() == "the session was opened 0.2 s ago, and its hello has not come"
 
 
+async def test_numbers_end_where_their_column_does(
+    bench: Callable[..., Any], request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that has used up its numbers ends, and its requests with it, before one is taken in that has none."""
+    monkeypatch.setattr(session_servicer, "MAX_NUMBER", 2)
+    async with bench() as served:
+        raw = served.raw(served.client.stub.Session())
+        await raw.hello()
+        await raw.send(*((n, request_of(f"r{n}", [n], 450)) for n in range(1, 4)))
+        assert await raw.end() == (Code.INVALID_ARGUMENT, "a session has at most 2 requests; open another one")
+        await served.until(lambda: not served.engine.core.requests)
+
+
 async def test_session_is_a_call_like_others(bench: Callable[..., Any]) -> None:
     """It counts among the calls at a time."""
     async with bench(max_streams=2) as served:
