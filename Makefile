@@ -15,7 +15,7 @@ venv: .venv/.installed ## create .venv and install everything from the project's
 
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[runtime,text,convert,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[runtime,text,gateway,events,tracing,convert,dev]'
 	touch $@
 
 demo: venv model ## the worked example, then real text under page pressure
