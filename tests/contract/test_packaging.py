@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = {"runtime", "text", "convert", "bench", "fast", "dev"}
+EXTRAS = {"runtime", "text", "gateway", "events", "tracing", "convert", "bench", "fast", "dev"}
 
 
 def _run(command: list[str | Path], cwd: Path, env: dict[str, str]) -> str:
