@@ -6,7 +6,6 @@ before torch is loaded.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from pagemirror.addresses import is_local
 from runtime_service.errors import SettingsError
 from runtime_service.tls import TlsFiles
 
@@ -143,17 +143,6 @@ class RuntimeSettings(BaseSettings):
         if self.graph_buckets is not None and self.graph_buckets[-1] > self.max_rows:
             raise ValueError(f"--graph-buckets has {self.graph_buckets[-1]}, above --max-rows {self.max_rows}")
         return self
-
-
-def is_local(listen: str) -> bool:
-    """Whether only this machine can reach an address: a unix socket, or a loopback host with a port."""
-    if listen.startswith("unix:"):
-        return True
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load_settings(**given: object) -> RuntimeSettings:

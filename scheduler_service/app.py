@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from scheduler_service.channels import is_local
+from pagemirror.addresses import is_local
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import DrainingError
 from scheduler_service.metrics import Metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -108,17 +107,6 @@ def open_channel(target: str, tls: ClientTls | None = None, keepalive_s: float =
 def handshake_trouble(details: str) -> str:
     """Why a connection could not be made, in few words, where gRPC's text says that somebody was there; otherwise empty."""
     return next((reason for sign, reason in _HANDSHAKE_TROUBLES if sign in details), "")
-
-
-def is_local(address: str) -> bool:
-    """Whether only this machine can reach `address`: a unix socket, or a loopback host with a port."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def bind(server: grpc.aio.Server, address: str, tls: ServerTls | None = None) -> str:

@@ -8,7 +8,8 @@ from typing import Self
 
 import grpc
 
-from scheduler_service.channels import is_local, open_channel
+from pagemirror.addresses import is_local
+from scheduler_service.channels import open_channel
 from scheduler_service.errors import StartError
 from scheduler_service.tls import ClientTls
 from scheduler_service.tokens import TokenFile

@@ -9,10 +9,11 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from pagemirror.addresses import is_local
 from pagemirror.unreadable import UnreadableMessages
 from pagemirror.v1 import generation_pb2, generation_pb2_grpc
 from scheduler_service.call_gate import MAX_CHECKS, MAX_OTHER_CALLS, CallGate
-from scheduler_service.channels import bind, is_local, server_options
+from scheduler_service.channels import bind, server_options
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.generation_servicer import GenerationServicer
 from scheduler_service.metrics import Metrics

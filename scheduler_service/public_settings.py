@@ -9,7 +9,8 @@ from typing import Self, TypeVar
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from scheduler_service.channels import KEEPALIVE_S, is_local
+from pagemirror.addresses import is_local
+from scheduler_service.channels import KEEPALIVE_S
 from scheduler_service.core.errors import PagemirrorError
 from scheduler_service.tls import ServerTls
 

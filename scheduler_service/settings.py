@@ -8,8 +8,8 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from pagemirror.addresses import is_local
 from scheduler_service.agreement import ExpectedShape
-from scheduler_service.channels import is_local
 from scheduler_service.core.config import MAX_OVERLAP_DEPTH, RefreshPolicy, SchedulerConfig, Verify
 from scheduler_service.public_settings import PublicSettings, SettingsError, check_address, check_pair, load
 from scheduler_service.runtime_client import LinkLimits
