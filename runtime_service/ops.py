@@ -144,3 +144,5 @@ class StepResult:
     digests: UInt64Array = field(
         default_factory=lambda: NO_DIGESTS
     )  # the mirror's, for `row_digests` and then for `verify_rows` of the op
+    apply_us: int = 0  # from beginning with the op to having it applied, microseconds
+    step_us: int = 0  # to having this result

@@ -15,6 +15,7 @@ The runner is driven by exactly one thread: the runtime's execution thread, or t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class PendingStep:
         self._clamped = clamped
         self._digests = digests
         self._result: StepResult | None = None
+        self.began_at = self.apply_s = 0.0  # see `timed`
 
     @classmethod
     def answered(cls, op: ForwardOp, answer: StepResult) -> PendingStep:
@@ -68,6 +70,11 @@ class PendingStep:
         step = cls(op, None, np.empty(0, dtype=np.bool_))
         step.answer = answer
         return step
+
+    def timed(self, began_at: float, apply_s: float) -> PendingStep:
+        """This step, with the time at which the runner began with it, and how long until it was applied to the mirror."""
+        self.began_at, self.apply_s = began_at, apply_s
+        return self
 
     def ready(self) -> bool:
         """Whether `StepRunner.collect` would return at once, as far as this step goes."""
@@ -95,6 +102,8 @@ class PendingStep:
             row_status = np.where(self._clamped, RowStatus.CLAMPED, result.row_status).astype(np.uint8, copy=False)
             logprob_columns = (result.logprobs, result.top_tokens, result.top_logprobs)
             self._result = StepResult(op.session_no, op.step, tokens, row_status, *logprob_columns)
+            self._result.apply_us = int(self.apply_s * 1e6)
+            self._result.step_us = max(1, int((time.perf_counter() - self.began_at) * 1e6))
             if self._digests is not None:
                 self._add_digests(self._result, self._digests)
         return self._result
@@ -156,6 +165,7 @@ class StepRunner:
 
         A refusal waits for the steps launched before, since one of them may have failed, which makes this op a skipped one.
         """
+        began_at = time.perf_counter()
         try:
             stored = self._check(op)
         except Refusal as refusal:
@@ -164,7 +174,7 @@ class StepRunner:
         if stored is not None:
             return PendingStep.answered(op, stored)
         try:
-            step = self._start(op)
+            step = self._start(op, began_at)
         except Exception as error:
             self._settle()
             return self._failed(op, error)
@@ -216,10 +226,11 @@ class StepRunner:
                 return session.check(op)  # SKIPPED: an earlier step has failed
             raise
 
-    def _start(self, op: ForwardOp) -> PendingStep:
+    def _start(self, op: ForwardOp, began_at: float) -> PendingStep:
         session, executor = self.session, self.executor
         session.commit(op)
         self.mirror.apply(op, request_ids=session.request_ids)
+        apply_s = time.perf_counter() - began_at
         if len(op.released_rows):
             executor.release_rows(op.released_rows)
         if op.lease_starts:
@@ -229,10 +240,10 @@ class StepRunner:
             self._last_tokens.index_fill_(0, self._new_rows.upload(), 0)
         digests = self._digests.start(op) if op.num_digests else None
         if op.num_rows == 0:
-            return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_), digests)
+            return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_), digests).timed(began_at, apply_s)
         batch = self._builder.build(op, self._last_tokens, None if digests is None else digests.masked)
         outcome = executor.execute(batch)
-        step = PendingStep(op, outcome, batch.clamped, digests)
+        step = PendingStep(op, outcome, batch.clamped, digests).timed(began_at, apply_s)
         if outcome.device_tokens is not None:
             self._feed_back_on_device(batch, outcome.device_tokens)
         else:

@@ -185,7 +185,13 @@ def _whole_int32s(data: bytes, name: str) -> bytes:
 
 def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
     """The answer to an op that was executed. The status column is left out when every row is fine."""
-    message = forward_pb2.StepResult(session_no=result.session_no, step=result.step, tokens=to_bytes(result.tokens))
+    message = forward_pb2.StepResult(
+        session_no=result.session_no,
+        step=result.step,
+        tokens=to_bytes(result.tokens),
+        apply_us=result.apply_us,
+        step_us=result.step_us,
+    )
     if result.logprobs is not None:
         message.logprobs = to_bytes(result.logprobs, _FLOAT32)
         if result.top_tokens is not None and result.top_logprobs is not None and result.top_tokens.shape[1]:

@@ -17,6 +17,7 @@ from scheduler_service.errors import DrainingError
 from scheduler_service.metrics import Metrics
 from scheduler_service.public_server import HealthBoard, PublicServer
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.vllm_metrics import VllmCollector
 
 log = structlog.get_logger("pagemirror.app")
 
@@ -75,6 +76,8 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     stop = StopSignals()
     board = HealthBoard()
     metrics = Metrics()
+    if settings.vllm_metrics:
+        metrics.registry.register(VllmCollector(metrics))
     metrics.watch_tasks(asyncio.get_running_loop())
     if settings.runtime_tls is not None:
         settings.runtime_tls.credentials()  # told now, not at a connection that is tried again and again

@@ -85,6 +85,7 @@ StepTimeout = Annotated[float | None, typer.Option(help="Longest time of one ste
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.  [default: info]")]
 LogJson = Annotated[bool | None, typer.Option("--log-json", help="One JSON object a log line.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Serve them on this address.  [default: that of --listen, or loopback]")]
+VllmMetrics = Annotated[bool | None, typer.Option("--vllm-metrics", help="Serve metrics under vLLM's names, too.")]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate in PEM, with its chain: serve TLS.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Key of --tls-cert.")]
 TlsCa = Annotated[Path | None, typer.Option(help="Serve only clients with a certificate from this authority.")]

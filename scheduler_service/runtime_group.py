@@ -117,13 +117,16 @@ class RuntimeGroup:
         self._look()
         return facts[order[0]]
 
-    def send(self, op: ForwardOp) -> None:
-        """Send one op to every rank. Nothing is sent on a broken link: the owner begins a new session then."""
+    def send(self, op: ForwardOp) -> int:
+        """Send one op to every rank; the bytes that it takes. Nothing is sent on a broken link: the owner begins a new session
+        then.
+        """
         encoded = encode(op)
         self._in_flight.append(op)
         for link in self._links:
             if link is not None:
                 link.send(op, encoded)
+        return len(encoded)
 
     async def read_rows(self, rows: list[int], timeout_s: float) -> MirrorRows:
         """Rows of the mirror of rank 0, or of the rank whose digests were wrong: see `RuntimeLink.read_rows`."""

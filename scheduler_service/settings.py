@@ -34,6 +34,7 @@ class SchedulerSettings(PublicSettings):
     """Its address, or with commas between them those of several that receive the same ops."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str | None = None
+    vllm_metrics: bool = False
 
     runtime_tls_ca: Path | None = None
     runtime_tls_cert: Path | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from time import perf_counter
 
 import structlog
 
@@ -30,7 +31,7 @@ from scheduler_service.core.ops import ForwardOp
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.dump import dump_failure
 from scheduler_service.failures import Failures
-from scheduler_service.metrics import Metrics
+from scheduler_service.metrics import Fill, Metrics
 from scheduler_service.recorder import RecordingScheduler
 from scheduler_service.runtime_group import Disagreement, RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
@@ -112,6 +113,7 @@ class StepLoop:
             self.core = kind(self.config, self.connection.session_no)
             self._failures = Failures(self.core, self.connection.cause_is_gone)
             self._verifier = Verifier(self.core, self.metrics, self.settings.verify_window)
+            self.metrics.set_runtime(self.facts.model, self.config)
         except PagemirrorError:
             await self.connection.close()
             raise
@@ -181,12 +183,14 @@ class StepLoop:
                 return str(answer.outcome)
             if trouble := self._verifier.check(answer.outcome):
                 return trouble
+            began = perf_counter()
             try:
                 self.core.complete(answer.outcome)
             except UnexpectedResultError as error:
                 self._failures.note_failure()
                 return str(error)
-            self._note_step(answer.seconds)
+            self.metrics.tally.answered(answer.outcome, answer.seconds, began, perf_counter() - began)
+            self._note_step()
         return ""
 
     def _break(self) -> str:
@@ -196,23 +200,22 @@ class StepLoop:
         self._failures.note_failure(crashed=True)
         return str(self.link.broken)
 
-    def _note_step(self, seconds: float) -> None:
+    def _note_step(self) -> None:
         self.connection.trouble_is_over()
         self.num_steps += 1
-        self.metrics.steps.inc()
-        self.metrics.step_seconds.observe(seconds)
         self._flush_at = None
         self._tell_progress()
 
     def _plan(self) -> None:
         core = self.core
         while core.num_in_flight <= self.config.overlap_depth:
+            began = perf_counter()
             op = core.plan()
             if op is not None:
                 self._empty_plans = 0
                 if self.settings.check and (findings := invariants.audit_op(op) + invariants.audit_writes(core, op)):
                     raise InvariantViolation(findings)
-                self._send(op)
+                self._send(op, began)
             elif core.has_work and not core.num_in_flight:
                 # Everything that ran was retracted in this very plan: the next one admits again.
                 self._empty_plans += 1
@@ -227,19 +230,19 @@ class StepLoop:
         if self._flush_at is None:
             self._flush_at = now + FLUSH_AFTER_S
         elif now >= self._flush_at:
+            began = perf_counter()
             op = self.core.flush_releases()
             if op is None:
                 self._flush_at = _NEVER
             else:
-                self._send(op)
+                self._send(op, began)
 
-    def _send(self, op: ForwardOp) -> None:
+    def _send(self, op: ForwardOp, began: float) -> None:
+        planned = perf_counter()
         self._flush_at = None
         self.last_step = op.step
-        self.metrics.rows.inc(op.num_rows)
-        self.metrics.refreshed_rows.inc(int(op.full_refresh.sum()))
-        self.metrics.pages_sent.inc(len(op.occupied_pages))
-        self.link.send(op)
+        num_bytes = self.link.send(op)
+        self.metrics.tally.sent(op, num_bytes, planned - began, perf_counter() - planned)
 
     async def _sleep(self) -> None:
         flush_at = _NEVER if self._flush_at is None or self._num_pauses else self._flush_at
@@ -254,13 +257,16 @@ class StepLoop:
         self.metrics.resets.labels(cause).inc()
         self._publish()  # of the results before the trouble: what follows takes time, and clients may act meanwhile
         await self._verifier.settle(self.link, self.end_all)
+        broken = self.link.broken is not None
         await self.connection.recover(trouble)
+        self.metrics.reconnects.inc(broken)
         if not self._subscribers:
             self.connection.trouble_is_over()
         self._tell_progress()
 
     def _new_session(self, session_no: int) -> None:
         self.core.reset(session_no)
+        self.metrics.tally.reset()
         self.last_step = 0
         self._flush_at = None
         self._publish()
@@ -277,7 +283,11 @@ class StepLoop:
         outputs = self.core.take_outputs()
         if outputs.tokens:
             self._failures.note_tokens()
-        self._subscribers.deliver(outputs)
+            began = perf_counter()
+            self._subscribers.deliver(outputs)
+            self.metrics.tally.delivered(len(outputs.tokens), perf_counter() - began)
+        else:
+            self._subscribers.deliver(outputs)
         if outputs.finished:
             self._tell_progress()
         if overflowed := self._subscribers.take_overflowed():
@@ -291,10 +301,11 @@ class StepLoop:
             self._fill_at = now + _FILL_INTERVAL_S
             core, pages = self.core, self.core.stats()
             live = (core.num_waiting, core.num_running, core.num_retracted)
-            self.metrics.set_fill(live, (pages.free, pages.cached, pages.private))
+            locked, lost = core.placement.cache.num_locked, core.num_retractions
+            self.metrics.set_fill(Fill(*live, pages.free, pages.cached, pages.private, locked, lost))
 
     def _note_connected(self, connected: bool) -> None:
-        self.metrics.connected.set(int(connected))
+        self.metrics.connected.set(connected)
         self._on_connected(connected)
 
     def _tell_progress(self) -> None:

@@ -166,8 +166,7 @@ class Subscribers:
         """Output of a request that was just submitted goes to this subscriber of it."""
         request = subscriber.request
         self._live[request.request_id] = subscriber
-        self._metrics.requests.inc()
-        self._metrics.prompt_tokens.inc(request.prompt_len)
+        self._metrics.tally.begin(request)
 
     def set_error(self, error: PagemirrorError) -> None:
         """Whatever ends live requests from now on, their clients are told this."""
@@ -189,8 +188,6 @@ class Subscribers:
         else:
             for request, token, logprobs in zip(outputs.requests, outputs.tokens, outputs.logprobs, strict=True):
                 live[request.request_id].add(token, logprobs)
-        if outputs.tokens:
-            self._metrics.tokens.inc(len(outputs.tokens))
         for request in outputs.finished:
             self._finish(live.pop(request.request_id))
 
@@ -209,9 +206,7 @@ class Subscribers:
     def _finish(self, subscription: Subscriber) -> None:
         request = subscription.request
         reason = request.finish_reason or FinishReason.FAILED
-        self._metrics.finished.labels(reason.value).inc()
-        self._metrics.cached_tokens.inc(request.cached_tokens)
-        self._metrics.retractions.inc(request.num_retractions)
+        self._metrics.tally.end(request)
         if reason is FinishReason.FAILED:
             log.error("request_failed", request_id=request.request_id, detail=request.finish_detail)
             subscription.finish(RequestFailedError(request.request_id, request.finish_detail))

@@ -217,7 +217,8 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
             raise ProtocolError(f"{where}: {len(status)} row states for {num_rows} rows")
         if status.max() > max(RowStatus):
             raise ProtocolError(f"{where}: row state {status.max()} is unknown")
-    result = StepResult(session_no=message.session_no, step=message.step, tokens=tokens, row_status=status)
+    result = StepResult(message.session_no, message.step, tokens, status)
+    result.apply_us, result.step_us = message.apply_us, message.step_us
     if message.logprobs:
         result.logprobs = float32_of_peer(message.logprobs, f"{where}: logprobs", num_rows)
     if message.num_top:

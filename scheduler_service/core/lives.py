@@ -24,6 +24,8 @@ class Lives:
         self.retracted = RetractedList()
         self.plan_no = 0
         """Of the plan that is being made, or was made last."""
+        self.num_retractions = 0
+        """Rows taken away so far, from requests that are over as well."""
         self._placement = placement
         self._note_finished = note_finished
         placement.journal.watch(self._snapshot)
@@ -60,6 +62,7 @@ class Lives:
         placement.keep(request)
         request.move(Event.RETRACT, State.RETRACTED)
         request.num_retractions += 1
+        self.num_retractions += 1
         request.retracted_in_plan = self.plan_no if in_plan is None else in_plan
         placement.leave(row, placement.publishable_pages(row))
         self.retracted.add(request)
@@ -81,10 +84,10 @@ class Lives:
             self.retracted.add(request)
 
     def _snapshot(self) -> Restore:
-        plan_no = self.plan_no
+        plan_no, num_retractions = self.plan_no, self.num_retractions
 
         def restore() -> None:
-            self.plan_no = plan_no
+            self.plan_no, self.num_retractions = plan_no, num_retractions
             self.waiting.refill(self.requests.values())
             self.retracted.refill(self.requests.values())
 

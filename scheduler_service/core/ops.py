@@ -159,3 +159,5 @@ class StepResult:
     top_tokens: Int32Array | None = None  # [R, K], NO_TOKEN beyond what a row asked for
     top_logprobs: Float32Array | None = None  # [R, K], not-a-number beyond what a row asked for
     digests: UInt64Array | None = None  # [R + V], of the op's rows, then of its verify_rows; None: the op asked for none
+    apply_us: int = 0  # what the runtime took to check and apply the op, microseconds
+    step_us: int = 0  # and for all of the step; 0: it does not measure

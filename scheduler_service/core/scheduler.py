@@ -89,6 +89,11 @@ class Scheduler:
     def num_retracted(self) -> int:
         return len(self._retracted)
 
+    @property
+    def num_retractions(self) -> int:
+        """Rows that `retract` and the lack of pages have taken from requests since the start."""
+        return self._lives.num_retractions
+
     def queues(self) -> tuple[list[Request], list[Request]]:
         """Requests that wait for their first admission, and requests that wait to resume; for audits."""
         return self._waiting.requests(), self._retracted.requests()

@@ -404,6 +404,8 @@ class StepResult(_message.Message):
     NUM_TOP_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    APPLY_US_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
     session_no: _builtins.int
     """Session of the op that is answered. Never 0."""
     step: _builtins.int
@@ -432,6 +434,14 @@ class StepResult(_message.Message):
     """
     top_logprobs: _builtins.bytes
     """Column float32, like top_tokens: their log probabilities, NaN beyond what a row asked for."""
+    apply_us: _builtins.int
+    """For metrics: microseconds of the runtime's host from beginning with the op to having checked it and applied it to the
+    mirror; on a GPU, to having queued that.
+    """
+    step_us: _builtins.int
+    """For metrics: microseconds from beginning with the op to having its result, at least 1; steps that overlap count twice. 0: this
+    runtime does not measure.
+    """
     def __init__(
         self,
         *,
@@ -445,10 +455,12 @@ class StepResult(_message.Message):
         num_top: _builtins.int = ...,
         top_tokens: _builtins.bytes = ...,
         top_logprobs: _builtins.bytes = ...,
+        apply_us: _builtins.int = ...,
+        step_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "num_top", b"num_top", "row_status", b"row_status", "session_no", b"session_no", "step", b"step", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_us", b"apply_us", "digests", b"digests", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "num_top", b"num_top", "row_status", b"row_status", "session_no", b"session_no", "step", b"step", "step_us", b"step_us", "tokens", b"tokens", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -23,8 +24,9 @@ def finished(pair: Any) -> dict[str, float]:
     """How many requests have ended in each way since the scheduler's start."""
     with urllib.request.urlopen(f"http://127.0.0.1:{pair.metrics_port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    name = "pagemirror_requests_finished_total{reason="
-    return {line[len(name) + 1 :].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)}
+    pattern = re.compile(r'pagemirror_requests_finished_total\{.*reason="(\w+)"\} (\S+)')
+    counts = {match[1]: float(match[2]) for line in lines if (match := pattern.fullmatch(line))}
+    return {reason: count for reason, count in counts.items() if count}
 
 
 async def at_baseline(harness: Any, pair: Any, client: Client, before: tuple[int, int]) -> None:
