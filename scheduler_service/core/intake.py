@@ -1,7 +1,7 @@
 """From a StepResult to tokens of requests, and to requests that end by them.
 
 A result is read by the op it answers: rows may have changed hands since. Rows whose request still holds them cost a fixed
-number of numpy calls and one loop that appends the tokens; rows that failed, or were left meanwhile, are looked at one by one.
+number of numpy calls, and one loop that appends the tokens where the rows are not those of the step before; rows that failed, or were left meanwhile, are looked at one by one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import numpy.typing as npt
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import UnexpectedResultError
+from scheduler_service.core.late_tokens import LateTokens
 from scheduler_service.core.ops import BoolArray, ForwardOp, Int32Array, RowStatus, StepResult, TokenLogprobs
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.core.states import State
 from scheduler_service.core.steady import SteadyRows
+
+_UINT32 = np.dtype(np.uint32)
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class ResultIntake:
         self, config: SchedulerConfig, placement: Placement, finish: Callable[[Request, FinishReason, str], None]
     ) -> None:
         self.outputs = Outputs()
+        self.late = LateTokens()
         self._config = config
         self._placement = placement
         self._finish = finish
@@ -89,7 +93,7 @@ class ResultIntake:
         if result.row_status is not None and result.row_status.any():
             wanted = wanted & (result.row_status == RowStatus.OK)
         # A negative number is a large one here; if the largest is in the vocabulary, all are.
-        if op.num_rows and result.tokens.view(np.uint32).max() >= self._config.vocab_size:
+        if op.num_rows and np.maximum.reduce(result.tokens.view(_UINT32)) >= self._config.vocab_size:
             bad = wanted & ((result.tokens < 0) | (result.tokens >= self._config.vocab_size))
             if bad.any():
                 raise UnexpectedResultError(f"step {op.step} returned {result.tokens[bad][:8].tolist()}, which are no tokens")
@@ -112,7 +116,8 @@ class ResultIntake:
     def _accept_all(self, op: ForwardOp, steady: SteadyRows, tokens: Int32Array) -> list[tuple[Request, bool]]:
         """As `_accept`, with one token for each row of `op`."""
         values: list[int] = tokens.tolist()
-        steady.answer(values)
+        self.late.add(op.requests, tokens)
+        steady.answer()
         self.outputs.requests += op.requests
         self.outputs.tokens += values
         stop_ids = steady.stop_ids

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import BadTokenError, EmptyPromptError, IllegalTransitionError, PromptTooLongError
 from scheduler_service.core.journal import Restore
+from scheduler_service.core.late_tokens import NEVER_LATE, LateTokens
 from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
 from scheduler_service.core.radix_node import Node
 from scheduler_service.core.states import Event, State, transition_of
@@ -37,7 +38,7 @@ class FinishReason(StrEnum):
 class Request:
     """A request of L prompt tokens that may return up to k more.
 
-    `tokens` holds every known token, the prompt first. While the request holds a row, `RowTable` is the authority on how much
+    `tokens` holds every known token, the prompt first; `stored` lacks those that `late_tokens` has not handed out yet. While the request holds a row, `RowTable` is the authority on how much
     of it is computed; `num_outstanding` counts ops in flight of leases that are over.
     """
 
@@ -47,6 +48,7 @@ class Request:
         "cached_tokens",
         "finish_detail",
         "finish_reason",
+        "late",
         "limit_len",
         "limit_reason",
         "max_tokens",
@@ -64,7 +66,7 @@ class Request:
         "sent_len",
         "state",
         "stop_ids",
-        "tokens",
+        "stored",
         "traceparent",
         "was_admitted",
     )
@@ -84,9 +86,11 @@ class Request:
         prefix_cache: bool = True,
         cache_namespace: str = "",
         traceparent: str = "",
+        late: LateTokens = NEVER_LATE,
     ) -> None:
         self.request_id = request_id
-        self.tokens = array("i", prompt.tobytes())
+        self.stored = array("i", prompt.tobytes())
+        self.late = late
         self.prompt_len = len(prompt)
         self.max_tokens = max_tokens
         self.limit_len = limit_len  # L + k: the request ends when it knows so many tokens
@@ -110,6 +114,13 @@ class Request:
         self.sent_len = 0  # pages sent for the request in any lease; read by the tail_only policy alone
         self.finish_reason: FinishReason | None = None
         self.finish_detail = ""
+
+    @property
+    def tokens(self) -> array[int]:
+        """Every known token, the prompt first."""
+        if self.late.count:
+            self.late.hand_out()
+        return self.stored
 
     @property
     def order(self) -> tuple[int, int]:

@@ -176,6 +176,7 @@ class Scheduler:
             prefix_cache=prefix_cache and self.config.prefix_cache,
             cache_namespace=cache_namespace,
             traceparent=traceparent,
+            late=self._intake.late,
         )
         self._atomically(self._lives.begin, request)
         self._arrivals += 1

@@ -38,7 +38,7 @@ class SteadyRows:
         """Steps until one of the rows has its last token planned."""
         self.row_lens: Int32Array = op.row_lens
         self._room: Int32Array = op.row_lens * rows.page_size
-        self.begins, self.sizes, self.pages = op.row_lens, np.zeros_like(op.row_lens), _NOTHING
+        self.begins, self.sizes, self.pages = op.row_lens, np.zeros(len(places), dtype=np.int32), _NOTHING
         self._no_sizes = self.sizes
         self._grown: npt.NDArray[np.intp] | None = None
         self.no_flags = np.zeros(len(places), dtype=np.bool_)
@@ -62,7 +62,7 @@ class SteadyRows:
         self._grown = self._places[positions]
         self._rows.append_one_each(self._grown, pages)
         self.begins, self.pages = self.row_lens, pages
-        self.sizes = np.zeros_like(self.begins)
+        self.sizes = np.zeros(len(self.begins), dtype=np.int32)
         self.sizes[positions] = 1
         self.row_lens = self.begins + self.sizes
         self._room = self.row_lens * self._rows.page_size
@@ -82,12 +82,10 @@ class SteadyRows:
             self._grown = None
             self.begins, self.sizes, self.pages = self.row_lens, self._no_sizes, _NOTHING
 
-    def answer(self, tokens: list[int]) -> None:
+    def answer(self) -> None:
         """One token for each row has come; all of them still hold their rows."""
-        rows = self._rows
-        for request, token in zip(self.requests, tokens, strict=True):
-            request.tokens.append(token)
-        np.add(rows.answered, self._answer, out=rows.answered)
+        answered = self._rows.answered
+        np.add(answered, self._answer, out=answered)
 
 
 class Steadiness:

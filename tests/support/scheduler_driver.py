@@ -286,7 +286,7 @@ class Driver:
 
 def _facts(request: Request) -> dict[str, Any]:
     """Everything about a request but its place in the tree."""
-    names = (name for name in Request.__slots__ if name not in {"tokens", "node"})
+    names = (name for name in Request.__slots__ if name not in {"stored", "late", "node"})
     return {name: getattr(request, name) for name in names} | {"tokens": request.tokens.tolist()}
 
 
