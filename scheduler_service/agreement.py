@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_service.errors import RuntimeMismatchError
-from scheduler_service.wire import RuntimeFacts
+from scheduler_service.wire_facts import RuntimeFacts
 
 _OF_ALL_RANKS = (
     "page_size",

@@ -10,7 +10,7 @@ import grpc
 
 from scheduler_service.errors import StartError
 from scheduler_service.tls import ClientTls, ServerTls
-from scheduler_service.wire import MAX_MESSAGE_BYTES
+from scheduler_service.wire_facts import MAX_MESSAGE_BYTES
 
 ChannelOptions = list[tuple[str, int | str]]
 

@@ -18,7 +18,7 @@ from scheduler_service.agreement import ExpectedShape
 from scheduler_service.errors import RuntimeLinkError, RuntimeMismatchError, RuntimeUnavailableError, StartError
 from scheduler_service.runtime_group import RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
-from scheduler_service.wire import RuntimeFacts
+from scheduler_service.wire_facts import RuntimeFacts
 
 log = structlog.get_logger("pagemirror.connection")
 

@@ -23,7 +23,8 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.errors import RuntimeLinkError
 from scheduler_service.runtime_client import LinkLimits, RuntimeLink, open_link
-from scheduler_service.wire import RuntimeFacts, StepRefusal
+from scheduler_service.wire import StepRefusal
+from scheduler_service.wire_facts import RuntimeFacts
 
 START_TIMEOUT_S = 120.0
 _LIMITS = LinkLimits(heartbeat_timeout_s=30.0)

@@ -20,7 +20,7 @@ from scheduler_service.generate_messages import finished_message, submit_options
 from scheduler_service.grpc_status import errors_as_status
 from scheduler_service.row_report import RequestSnapshot, RowReport, report_rows, snapshot
 from scheduler_service.session_servicer import serve_session
-from scheduler_service.wire import MAX_MESSAGE_BYTES
+from scheduler_service.wire_facts import MAX_MESSAGE_BYTES
 
 _LIST_ROWS_TIMEOUT_S = 60.0
 _PAIR_BYTES = 2048  # of a row in a listing, other than its pages: its request's id above all

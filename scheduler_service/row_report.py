@@ -12,7 +12,7 @@ from scheduler_service.core.request import Request
 from scheduler_service.core.states import State
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import LinkBrokenError, ProtocolError, RuntimeLinkError
-from scheduler_service.wire import MirrorRows
+from scheduler_service.wire_facts import MirrorRows
 
 
 @dataclass(frozen=True, slots=True)

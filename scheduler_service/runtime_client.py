@@ -30,17 +30,8 @@ from scheduler_service.errors import (
     shorten,
 )
 from scheduler_service.tls import ClientTls, TlsFileError
-from scheduler_service.wire import (
-    PROTOCOL_VERSION,
-    MirrorRows,
-    RuntimeFacts,
-    StepRefusal,
-    facts_from_proto,
-    mirror_rows_from_proto,
-    op_to_proto,
-    refusal_from_proto,
-    result_from_proto,
-)
+from scheduler_service.wire import StepRefusal, op_to_proto, refusal_from_proto, result_from_proto
+from scheduler_service.wire_facts import PROTOCOL_VERSION, MirrorRows, RuntimeFacts, facts_from_proto, mirror_rows_from_proto
 
 log = structlog.get_logger("pagemirror.runtime_client")
 

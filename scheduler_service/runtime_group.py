@@ -25,7 +25,8 @@ from scheduler_service.agreement import ExpectedShape, order_of_ranks
 from scheduler_service.core.ops import ForwardOp, RowStatus, StepResult, UInt64Array
 from scheduler_service.errors import LinkBrokenError, RuntimeLinkError, RuntimeMismatchError
 from scheduler_service.runtime_client import Answer, LinkLimits, RuntimeLink, encode, open_link
-from scheduler_service.wire import MirrorRows, RuntimeFacts, StepRefusal
+from scheduler_service.wire import StepRefusal
+from scheduler_service.wire_facts import MirrorRows, RuntimeFacts
 
 log = structlog.get_logger("pagemirror.runtime_group")
 

@@ -14,7 +14,7 @@ from scheduler_service.core.config import MAX_OVERLAP_DEPTH, RefreshPolicy, Sche
 from scheduler_service.public_settings import PublicSettings, SettingsError, check_address, check_pair, load
 from scheduler_service.runtime_client import LinkLimits
 from scheduler_service.tls import ClientTls
-from scheduler_service.wire import RuntimeFacts, max_lease_bytes
+from scheduler_service.wire_facts import RuntimeFacts, max_lease_bytes
 
 __all__ = ["SERVED_POLICIES", "SchedulerSettings", "SettingsError", "check_address", "load_settings", "split_addresses"]
 

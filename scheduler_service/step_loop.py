@@ -37,7 +37,8 @@ from scheduler_service.runtime_group import Disagreement, RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.subscription import Subscribers
 from scheduler_service.verification import Verifier
-from scheduler_service.wire import RuntimeFacts, StepRefusal, check_message_limit
+from scheduler_service.wire import StepRefusal
+from scheduler_service.wire_facts import RuntimeFacts, check_message_limit
 
 log = structlog.get_logger("pagemirror.engine")
 

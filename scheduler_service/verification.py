@@ -20,7 +20,7 @@ from scheduler_service.core.ops import ForwardOp, Int32Array, StepResult
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.errors import DataLossError, RuntimeLinkError
 from scheduler_service.metrics import Metrics
-from scheduler_service.wire import MirrorRows
+from scheduler_service.wire_facts import MirrorRows
 
 log = structlog.get_logger("pagemirror.verification")
 

@@ -1,12 +1,12 @@
-"""Core ops ↔ messages of `pagemirror.v1`, as pure pairs `x_to_proto` / `x_from_proto`.
+"""Steps on the wire: core ops and what answers them ↔ messages of `pagemirror.v1`, as pure pairs `x_to_proto` / `x_from_proto`.
 
 Columns are little-endian arrays in `bytes` fields, so a conversion is one `tobytes` or one `numpy.frombuffer` a column, and
 never work per row. What a peer says is checked here: everything that comes out of a `from_proto` has the shape it should have.
+What the runtime says of itself is in `wire_facts`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,25 +19,14 @@ from scheduler_service.columns import float32_of_peer, int32_of_peer, int32_to_b
 from scheduler_service.core.ops import (
     GREEDY,
     ForwardOp,
-    Int32Array,
     LeaseStart,
     RowStatus,
     SamplingParams,
     StepResult,
 )
-from scheduler_service.errors import ProtocolError, RuntimeMismatchError, shorten
+from scheduler_service.errors import ProtocolError, shorten
 
-PROTOCOL_VERSION = 1
-"""Version of the private protocol that this scheduler speaks."""
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Limit of one message, both ways, on both channels."""
-
-MAX_LEASE_BYTES = 32 * 1024 * 1024
-"""Most that the lease starts of one op take, penalty histories included; less where the columns leave less."""
-
-_MAX_NAME_LEN = 4096
-_FIXED_ROW_BYTES = 64  # columns of one row other than its pages, rounded up
+_INT32 = np.dtype("<i4")
 
 
 class RefusalCode(IntEnum):
@@ -80,39 +69,6 @@ class StepRefusal:
     def __str__(self) -> str:
         blame = f" (row {self.row}, request {self.request_id!r})" if self.row else ""
         return f"step {self.step} of session {self.session_no}: {self.code.name}{blame}: {self.detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeFacts:
-    """What a runtime says of itself in its hello; see `RuntimeInfo` in runtime.proto."""
-
-    protocol_version: int
-    runtime_epoch: int
-    page_size: int
-    num_pages: int
-    max_rows: int
-    max_pages_per_row: int
-    vocab_size: int
-    max_context: int
-    default_stop_ids: tuple[int, ...]
-    model: str
-    architecture: str
-    tokenizer_path: str
-    rank: int
-    world_size: int
-    device: str
-    dtype: str
-    heartbeat_interval_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorRows:
-    """Rows of the mirror at one moment: `pages` maps row number → its valid entries, `row_lens` → its stated length."""
-
-    session_no: int
-    last_step: int
-    pages: dict[int, Int32Array]
-    row_lens: dict[int, int]
 
 
 def sampling_to_proto(sampling: SamplingParams) -> forward_pb2.SamplingParams:
@@ -172,10 +128,10 @@ def op_to_proto(op: ForwardOp) -> forward_pb2.ForwardOp:
         row_lens=int32_to_bytes(op.row_lens),
         begins=int32_to_bytes(op.begins),
         sizes=int32_to_bytes(op.sizes),
-        full_refresh=op.full_refresh.astype(np.bool_, copy=False).tobytes(),
+        full_refresh=op.full_refresh.tobytes(),
         num_computed=int32_to_bytes(op.num_computed),
         input_lens=int32_to_bytes(op.input_lens),
-        sample=op.sample.astype(np.bool_, copy=False).tobytes(),
+        sample=op.sample.tobytes(),
     )
     # What most steps do not have is set only where it is there.
     if len(op.occupied_pages):
@@ -204,21 +160,36 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
         ProtocolError: a column has not one entry per row (num_top entries for the top tokens), or a row's status is none the
             protocol knows.
     """
-    where = f"result of step {message.step}"
-    tokens = int32_of_peer(message.tokens, f"{where}: tokens")
-    if message.num_tokens and (int32_of_peer(message.num_tokens, f"{where}: num_tokens") != 1).any():
-        raise ProtocolError(f"{where}: num_tokens is other than 1 for a row, and no step that was asked for gives several")
-    if len(tokens) != num_rows:
-        raise ProtocolError(f"{where}: {len(tokens)} tokens for {num_rows} rows")
-    status: npt.NDArray[np.uint8] | None = None
-    if message.row_status:
-        status = np.frombuffer(message.row_status, dtype=np.uint8)
-        if len(status) != num_rows:
-            raise ProtocolError(f"{where}: {len(status)} row states for {num_rows} rows")
-        if status.max() > max(RowStatus):
-            raise ProtocolError(f"{where}: row state {status.max()} is unknown")
-    result = StepResult(message.session_no, message.step, tokens, status)
+    step, data = message.step, message.tokens
+    if len(data) != 4 * num_rows:
+        found = len(int32_of_peer(data, f"result of step {step}: tokens"))
+        raise ProtocolError(f"result of step {step}: {found} tokens for {num_rows} rows")
+    if message.num_tokens and (int32_of_peer(message.num_tokens, f"result of step {step}: num_tokens") != 1).any():
+        raise ProtocolError(
+            f"result of step {step}: num_tokens is other than 1 for a row, and no step that was asked for gives several"
+        )
+    tokens = np.frombuffer(data, dtype=_INT32)
+    result = StepResult(message.session_no, step, tokens)
     result.apply_us, result.step_us = message.apply_us, message.step_us
+    if message.row_status:
+        result.row_status = _row_status(message, num_rows)
+    if message.logprobs or message.num_top or message.digests:
+        _add_extras(result, message, num_rows)
+    return result
+
+
+def _row_status(message: forward_pb2.StepResult, num_rows: int) -> npt.NDArray[np.uint8]:
+    status = np.frombuffer(message.row_status, dtype=np.uint8)
+    if len(status) != num_rows:
+        raise ProtocolError(f"result of step {message.step}: {len(status)} row states for {num_rows} rows")
+    if status.max() > max(RowStatus):
+        raise ProtocolError(f"result of step {message.step}: row state {status.max()} is unknown")
+    return status
+
+
+def _add_extras(result: StepResult, message: forward_pb2.StepResult, num_rows: int) -> None:
+    """Log probabilities and digests, which most results do not have."""
+    where = f"result of step {message.step}"
     if message.logprobs:
         result.logprobs = float32_of_peer(message.logprobs, f"{where}: logprobs", num_rows)
     if message.num_top:
@@ -231,7 +202,6 @@ def result_from_proto(message: forward_pb2.StepResult, num_rows: int) -> StepRes
         result.top_logprobs = top_logprobs.reshape(num_rows, message.num_top)
     if message.digests:
         result.digests = uint64_of_peer(message.digests, f"{where}: digests")
-    return result
 
 
 def refusal_from_proto(message: runtime_pb2.Refusal) -> StepRefusal:
@@ -241,86 +211,3 @@ def refusal_from_proto(message: runtime_pb2.Refusal) -> StepRefusal:
     except ValueError:
         code, detail = RefusalCode.UNSPECIFIED, f"(code {message.code}) {message.detail}"
     return StepRefusal(message.session_no, message.step, code, message.row, shorten(message.request_id), shorten(detail))
-
-
-def facts_from_proto(message: runtime_pb2.RuntimeInfo) -> RuntimeFacts:
-    """A runtime's hello.
-
-    Raises:
-        RuntimeMismatchError: it speaks another version of the protocol.
-        ProtocolError: the column of stop ids is malformed, or a name is too long.
-    """
-    if message.protocol_version != PROTOCOL_VERSION:
-        raise RuntimeMismatchError("protocol_version", PROTOCOL_VERSION, message.protocol_version)
-    for name in ("model", "architecture", "tokenizer_path", "device", "dtype"):
-        if (length := len(getattr(message, name))) > _MAX_NAME_LEN:
-            raise ProtocolError(f"hello: {name} has {length} characters, but at most {_MAX_NAME_LEN} are taken")
-    return RuntimeFacts(
-        protocol_version=message.protocol_version,
-        runtime_epoch=message.runtime_epoch,
-        page_size=message.page_size,
-        num_pages=message.num_pages,
-        max_rows=message.max_rows,
-        max_pages_per_row=message.max_pages_per_row,
-        vocab_size=message.vocab_size,
-        max_context=message.max_context,
-        default_stop_ids=tuple(int32_of_peer(message.default_stop_ids, "hello: default_stop_ids").tolist()),
-        model=message.model,
-        architecture=message.architecture,
-        tokenizer_path=message.tokenizer_path,
-        rank=message.rank,
-        world_size=message.world_size,
-        device=message.device,
-        dtype=message.dtype,
-        heartbeat_interval_s=message.heartbeat_interval_s,
-    )
-
-
-def mirror_rows_from_proto(message: runtime_pb2.ReadRowsResponse) -> MirrorRows:
-    """Rows of the mirror. Raises ProtocolError when the columns do not fit together."""
-    rows = int32_of_peer(message.rows, "ReadRows: rows")
-    row_lens = int32_of_peer(message.row_lens, "ReadRows: row_lens")
-    valid_lens = int32_of_peer(message.valid_lens, "ReadRows: valid_lens")
-    pages = int32_of_peer(message.pages, "ReadRows: pages")
-    if not len(rows) == len(row_lens) == len(valid_lens) or (valid_lens < 0).any() or int(valid_lens.sum()) != len(pages):
-        raise ProtocolError(
-            f"ReadRows: {len(rows)} rows, {len(row_lens)} row_lens, {len(valid_lens)} valid_lens and {len(pages)} pages"
-            " do not fit together"
-        )
-    parts = np.split(pages, np.cumsum(valid_lens)[:-1]) if len(rows) else []
-    return MirrorRows(
-        session_no=message.session_no,
-        last_step=message.last_step,
-        pages=dict(zip(rows.tolist(), parts, strict=True)),
-        row_lens=dict(zip(rows.tolist(), row_lens.tolist(), strict=True)),
-    )
-
-
-def check_message_limit(facts: RuntimeFacts, token_budget: int) -> None:
-    """Refuse a configuration whose largest op would not fit into one message; ops are never split.
-
-    Raises:
-        RuntimeMismatchError: max_rows * (4 * max_pages_per_row + 64) + 4 * token_budget is over 64 MiB.
-    """
-    largest = _column_bytes(facts, token_budget)
-    if largest > MAX_MESSAGE_BYTES:
-        raise RuntimeMismatchError(
-            "largest op",
-            f"at most {MAX_MESSAGE_BYTES:,} bytes a message",
-            f"max_rows {facts.max_rows:,} and max_pages_per_row {facts.max_pages_per_row:,}",
-            f"with token_budget {token_budget:,} that is up to {largest:,} bytes; lower one of the three"
-            f" (max_rows at most {_most_rows(facts, token_budget):,})",
-        )
-
-
-def max_lease_bytes(facts: RuntimeFacts, token_budget: int) -> int:
-    """What the lease starts of one op may take, so that it fits into one message beside its columns."""
-    return max(0, min(MAX_LEASE_BYTES, MAX_MESSAGE_BYTES - _column_bytes(facts, token_budget)))
-
-
-def _column_bytes(facts: RuntimeFacts, token_budget: int) -> int:
-    return facts.max_rows * (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES) + 4 * token_budget
-
-
-def _most_rows(facts: RuntimeFacts, token_budget: int) -> int:
-    return max(0, math.floor((MAX_MESSAGE_BYTES - 4 * token_budget) / (4 * facts.max_pages_per_row + _FIXED_ROW_BYTES)))

@@ -1,7 +1,8 @@
 """From a StepResult to tokens of requests, and to requests that end by them.
 
 A result is read by the op it answers: rows may have changed hands since. Rows whose request still holds them cost a fixed
-number of numpy calls, and one loop that appends the tokens where the rows are not those of the step before; rows that failed, or were left meanwhile, are looked at one by one.
+number of numpy calls, and one loop that appends the tokens where they are not the rows of the step before; rows that failed, or
+were left meanwhile, are looked at one by one.
 """
 
 from __future__ import annotations

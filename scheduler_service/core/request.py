@@ -38,8 +38,9 @@ class FinishReason(StrEnum):
 class Request:
     """A request of L prompt tokens that may return up to k more.
 
-    `tokens` holds every known token, the prompt first; `stored` lacks those that `late_tokens` has not handed out yet. While the request holds a row, `RowTable` is the authority on how much
-    of it is computed; `num_outstanding` counts ops in flight of leases that are over.
+    `tokens` holds every known token, the prompt first; `stored` lacks those that `late` has not handed out yet. While the
+    request holds a row, `RowTable` is the authority on how much of it is computed; `num_outstanding` counts ops in flight of
+    leases that are over.
     """
 
     __slots__ = (

@@ -16,6 +16,7 @@ from runtime_service.errors import Refusal
 from runtime_service.executors.base import ModelInfo
 from runtime_service.step_runner import RowsSnapshot
 from scheduler_service import wire as scheduler_wire
+from scheduler_service import wire_facts
 from scheduler_service.core import ops as core_ops
 from scheduler_service.errors import ProtocolError
 
@@ -232,7 +233,7 @@ def test_hello_arrives_with_every_field() -> None:
         world_size=2,
     )
     data = runtime_wire.info_to_proto(facts).SerializeToString()
-    arrived = scheduler_wire.facts_from_proto(runtime_pb2.RuntimeInfo.FromString(data))
+    arrived = wire_facts.facts_from_proto(runtime_pb2.RuntimeInfo.FromString(data))
     assert dataclasses.asdict(arrived) == {
         "protocol_version": 1,
         "runtime_epoch": 2**64 - 1,
@@ -259,6 +260,6 @@ def test_mirror_rows_arrive_apart() -> None:
     column = lambda *values: np.array(values, dtype=np.int32)  # noqa: E731
     snapshot = RowsSnapshot(4, 9, column(1, 3), column(2, 5), column(7, 2), column(3, 2), column(9, 8, 7, 6, 5))
     data = runtime_wire.rows_to_proto(snapshot).SerializeToString()
-    arrived = scheduler_wire.mirror_rows_from_proto(runtime_pb2.ReadRowsResponse.FromString(data))
+    arrived = wire_facts.mirror_rows_from_proto(runtime_pb2.ReadRowsResponse.FromString(data))
     assert (arrived.session_no, arrived.last_step, arrived.row_lens) == (4, 9, {1: 7, 3: 2})
     assert {row: pages.tolist() for row, pages in arrived.pages.items()} == {1: [9, 8, 7], 3: [6, 5]}

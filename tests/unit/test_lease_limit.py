@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scheduler_service.core.ops import SamplingParams
-from scheduler_service.wire import MAX_LEASE_BYTES, MAX_MESSAGE_BYTES, RuntimeFacts, max_lease_bytes
+from scheduler_service.wire_facts import MAX_LEASE_BYTES, MAX_MESSAGE_BYTES, RuntimeFacts, max_lease_bytes
 
 Drive = Callable[..., Any]
 PENALTY = SamplingParams(frequency_penalty=0.5)

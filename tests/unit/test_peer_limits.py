@@ -16,7 +16,8 @@ from runtime_service import wire as runtime_wire
 from runtime_service.execute_stream import EndStream, ExecuteStream
 from runtime_service.execution import ExecutionThread
 from scheduler_service.errors import ProtocolError
-from scheduler_service.wire import PROTOCOL_VERSION, facts_from_proto, refusal_from_proto
+from scheduler_service.wire import refusal_from_proto
+from scheduler_service.wire_facts import PROTOCOL_VERSION, facts_from_proto
 
 
 def test_names_in_a_hello() -> None:

@@ -13,16 +13,13 @@ from scheduler_service.core.ops import GREEDY, ForwardOp, LeaseStart, SamplingPa
 from scheduler_service.errors import ProtocolError, RuntimeMismatchError
 from scheduler_service.wire import (
     RefusalCode,
-    RuntimeFacts,
-    check_message_limit,
-    facts_from_proto,
-    mirror_rows_from_proto,
     op_to_proto,
     refusal_from_proto,
     result_from_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
+from scheduler_service.wire_facts import RuntimeFacts, check_message_limit, facts_from_proto, mirror_rows_from_proto
 
 
 def ints(*values: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from scheduler_service.core.ops import StepResult
 from scheduler_service.errors import DataLossError, LinkBrokenError, RuntimeLinkError
 from scheduler_service.metrics import Metrics
 from scheduler_service.verification import Verifier
-from scheduler_service.wire import MirrorRows
+from scheduler_service.wire_facts import MirrorRows
 
 Drive = Callable[..., Any]
 
