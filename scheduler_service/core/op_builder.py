@@ -7,7 +7,9 @@ import numpy.typing as npt
 
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
-from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, LeaseStart, UInt64Array
+from scheduler_service.core.lone_op import lone_op
+from scheduler_service.core.op_parts import EVENT_OF_CAUSE, NO_TOKENS, lease_start, move_extend, released_rows
+from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, UInt64Array
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice
 from scheduler_service.core.request import Request
@@ -28,24 +30,10 @@ from scheduler_service.core.row_table import (
 from scheduler_service.core.states import Event, State, transition_of
 from scheduler_service.core.steady import SteadyRows
 
-_NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_PLACES: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
-
-EVENT_OF_CAUSE = {
-    Cause.FIRST_CHUNK: Event.SCHEDULE_PREFILL_FIRST_CHUNK,
-    Cause.CONTINUATION: Event.SCHEDULE_PREFILL,
-    Cause.RESUME: Event.SCHEDULE_DECODE_FROM_RETRACTED,
-    Cause.PREFILL_DONE_TO_DECODE: Event.SCHEDULE_DECODE,
-    Cause.DECODE: Event.SCHEDULE_DECODE,
-}
 
 _CONTINUATION = Cause.CONTINUATION
 _PREFILL_DONE = np.uint8(Phase.PREFILL_DONE)
-_PHASE_OF_STATE = {
-    State.PREFILLING: Phase.PREFILLING,
-    State.PREFILL_DONE: Phase.PREFILL_DONE,
-    State.DECODING: Phase.DECODING,
-}
 
 
 def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -> ForwardOp:
@@ -56,6 +44,8 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
     steady = choice.steady
     if steady is not None and steady.version == placement.rows.version:
         op = _steady_op(placement, steady, session_no, step)
+    elif len(choice.extends) == 1 and not len(choice.decodes):
+        op = lone_op(placement, choice.extends[0], session_no, step)
     else:
         op = _new_op(placement, choice, session_no, step)
     verify = placement.config.verify
@@ -81,9 +71,9 @@ def _steady_op(placement: Placement, steady: SteadyRows, session_no: int, step: 
         num_computed=steady.num_computed,
         num_extend_rows=0,
         input_lens=steady.ones,
-        input_ids=_NO_TOKENS,
+        input_ids=NO_TOKENS,
         sample=steady.all_flags,
-        released_rows=_released_rows(placement),
+        released_rows=released_rows(placement),
         requests=steady.requests,
         num_logprobs=steady.num_logprobs,
         steady=steady,
@@ -137,7 +127,7 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
         input_lens=input_lens,
         input_ids=_input_ids(choice, requests, num_computed),
         sample=sample,
-        released_rows=_released_rows(placement),
+        released_rows=released_rows(placement),
         lease_starts=[
             lease_start(requests[index], int(num_computed[index]), placement.config.vocab_size)
             for index, extend in enumerate(extends)
@@ -154,31 +144,6 @@ def _new_op(placement: Placement, choice: Choice, session_no: int, step: int) ->
     if num_extend or len(first_decodes):
         _move_requests(placement, choice, requests, sample, first_decodes)
     return op
-
-
-def _released_rows(placement: Placement) -> Int32Array:
-    """Rows released since the last op, of which this op tells."""
-    if not placement.released_rows:
-        return _NO_TOKENS
-    released = np.array(placement.released_rows, dtype=np.int32)
-    placement.released_rows.clear()
-    return released
-
-
-def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseStart:
-    """What the runtime is told of a request at the start of a lease whose first op finds `num_computed` tokens computed."""
-    sampling = request.sampling
-    needs_stops = sampling.min_new_tokens > 0
-    return LeaseStart(
-        req_pool_index=request.row,
-        request_id=request.request_id,
-        sampling=sampling,
-        # An id beyond the vocabulary is allowed, never sampled, and none of the runtime's business.
-        stop_ids=tuple(token for token in request.stop_ids if token < vocab_size) if needs_stops else (),
-        prompt_len=request.prompt_len if needs_stops or sampling.has_penalty else 0,
-        traceparent=request.traceparent,
-        history=request.token_slice(0, num_computed).astype("<i4", copy=False).tobytes() if sampling.has_penalty else b"",
-    )
 
 
 def _ask_digests(op: ForwardOp, rows: RowTable, *, others: bool) -> None:
@@ -214,7 +179,7 @@ def _refresh_bits(placement: Placement, indices: Int32Array, by_table: BoolArray
 
 def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array) -> Int32Array:
     if not choice.extends:
-        return _NO_TOKENS
+        return NO_TOKENS
     parts = [
         request.token_slice(start, start + extend.input_len)
         for extend, request, start in zip(choice.extends, requests, num_computed.tolist(), strict=False)
@@ -225,13 +190,9 @@ def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array
 def _move_requests(
     placement: Placement, choice: Choice, requests: list[Request], sample: BoolArray, first_decodes: npt.NDArray[np.intp]
 ) -> None:
-    phase = placement.rows.phase
     for index, extend in enumerate(choice.extends):
-        request = requests[index]
-        placement.keep(request)
-        whole = State.DECODING if extend.cause is Cause.RESUME else State.PREFILL_DONE
-        request.move(EVENT_OF_CAUSE[extend.cause], whole if sample[index] else State.PREFILLING)
-        phase[extend.row] = _PHASE_OF_STATE[request.state]
+        move_extend(placement, extend, requests[index], whole=bool(sample[index]))
+    phase = placement.rows.phase
     num_extend = len(choice.extends)
     for index in first_decodes.tolist():
         placement.keep(requests[num_extend + index])

@@ -233,6 +233,11 @@ class RowTable:
         """Numbers [10, R] and flags [3, R] of R rows, copies; what their lines are is said above."""
         return self._numbers.take(rows, axis=1), self._flags.take(rows, axis=1)
 
+    def numbers_of(self, row: int) -> list[int]:
+        """The numbers of one row, in the order of the lines."""
+        numbers: list[int] = self._numbers[:, row].tolist()
+        return numbers
+
     def mark_sent(self, rows: npt.NDArray[np.integer], starts: Int32Array) -> None:
         """Note that entries [start, num_pages) of each row are in an op."""
         if self.sent_pages is not None:
@@ -248,6 +253,18 @@ class RowTable:
         self.version += 1
         self.num_computed[rows] = num_computed
         self.num_outstanding[rows] = num_outstanding
+
+    def advance_one(self, row: int, start: int, num_computed: int, num_outstanding: int) -> None:
+        """`mark_sent` and `advance` of one row."""
+        num_pages = int(self.num_pages[row])
+        if self.sent_pages is not None:
+            self._note_entries(row, start, num_pages, self.sent_pages)
+            self.sent_pages[row, start:num_pages] = self.pages[row, start:num_pages]
+        self.version += 1
+        self.sent_len[row] = num_pages
+        self.dirty[row] = self.unsent[row] = False
+        self.num_computed[row] = num_computed
+        self.num_outstanding[row] = num_outstanding
 
     def reset(self) -> None:
         """End every lease; generations go on counting."""

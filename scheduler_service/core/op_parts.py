@@ -1,0 +1,65 @@
+"""What an op of any kind needs: the start of a lease, the rows released since the last op, and the move of a row that extends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scheduler_service.core.ops import GREEDY, Cause, Int32Array, LeaseStart
+from scheduler_service.core.placement import Placement
+from scheduler_service.core.policy import Extend
+from scheduler_service.core.request import Request
+from scheduler_service.core.row_table import Phase
+from scheduler_service.core.states import Event, State
+
+NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
+
+EVENT_OF_CAUSE = {
+    Cause.FIRST_CHUNK: Event.SCHEDULE_PREFILL_FIRST_CHUNK,
+    Cause.CONTINUATION: Event.SCHEDULE_PREFILL,
+    Cause.RESUME: Event.SCHEDULE_DECODE_FROM_RETRACTED,
+    Cause.PREFILL_DONE_TO_DECODE: Event.SCHEDULE_DECODE,
+    Cause.DECODE: Event.SCHEDULE_DECODE,
+}
+_PHASE_OF_STATE = {
+    State.PREFILLING: int(Phase.PREFILLING),
+    State.PREFILL_DONE: int(Phase.PREFILL_DONE),
+    State.DECODING: int(Phase.DECODING),
+}
+_RESUME = Cause.RESUME
+
+
+def released_rows(placement: Placement) -> Int32Array:
+    """Rows released since the last op, of which the next one tells."""
+    if not placement.released_rows:
+        return NO_TOKENS
+    released = np.array(placement.released_rows, dtype=np.int32)
+    placement.released_rows.clear()
+    return released
+
+
+def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseStart:
+    """What the runtime is told of a request at the start of a lease whose first op finds `num_computed` tokens computed."""
+    sampling = request.sampling
+    if sampling is GREEDY:
+        return LeaseStart(request.row, request.request_id, traceparent=request.traceparent)
+    needs_stops = sampling.min_new_tokens > 0
+    return LeaseStart(
+        req_pool_index=request.row,
+        request_id=request.request_id,
+        sampling=sampling,
+        # An id beyond the vocabulary is allowed, never sampled, and none of the runtime's business.
+        stop_ids=tuple(token for token in request.stop_ids if token < vocab_size) if needs_stops else (),
+        prompt_len=request.prompt_len if needs_stops or sampling.has_penalty else 0,
+        traceparent=request.traceparent,
+        history=request.token_slice(0, num_computed).astype("<i4", copy=False).tobytes() if sampling.has_penalty else b"",
+    )
+
+
+def move_extend(placement: Placement, extend: Extend, request: Request, *, whole: bool) -> None:
+    """The row's tokens are planned; `whole`: all that are known."""
+    placement.keep(request)
+    target = State.PREFILLING
+    if whole:
+        target = State.DECODING if extend.cause is _RESUME else State.PREFILL_DONE
+    request.move(EVENT_OF_CAUSE[extend.cause], target)
+    placement.rows.phase[extend.row] = _PHASE_OF_STATE[target]
