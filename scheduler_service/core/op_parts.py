@@ -1,4 +1,4 @@
-"""What an op of any kind needs: the start of a lease, the rows released since the last op, and the move of a row that extends."""
+"""What ops of each kind need: starts of leases, the rows released since the last op, moves of rows that extend."""
 
 from __future__ import annotations
 

@@ -111,14 +111,15 @@ class Placement:
         rows.set_stop_ids(row, request.stop_ids)
         if request.sampling.num_logprobs is not None:
             rows.ask_logprobs(row, request.sampling.num_logprobs)
-        self._note_holders(row)
+        self._note_holder(row)
         request.row = row
         self.request_of_row[row] = request
         holder = (request.order, row)
         place = bisect_left(self._holders, holder)
         self._holders.insert(place, holder)
         order, count = self._holder_places, len(self._holders)
-        order[place + 1 : count] = order[place : count - 1]
+        if place + 1 < count:
+            order[place + 1 : count] = order[place : count - 1]
         order[place] = row
         return row
 
@@ -197,7 +198,7 @@ class Placement:
         request.num_computed = int(self.rows.num_computed[row])
         request.num_outstanding += int(self.rows.num_outstanding[row])
         request.sent_len = int(self.rows.sent_len[row])
-        self._note_holders(row)
+        self._note_holder(row)
         place = bisect_left(self._holders, (request.order, row))
         del self._holders[place]
         order, count = self._holder_places, len(self._holders)
@@ -211,20 +212,18 @@ class Placement:
         self.journal.keep(request)
 
     def _snapshot(self) -> Restore:
-        released_rows = list(self.released_rows)
+        released_rows = self.released_rows.copy()
 
         def restore() -> None:
             self.released_rows = released_rows
+            holders = ((request.order, row) for row, request in enumerate(self.request_of_row) if request is not None)
+            self._holders = sorted(holders)
+            self._holder_places[: len(self._holders)] = [row for _, row in self._holders]
 
         return restore
 
-    def _note_holders(self, row: int) -> None:
+    def _note_holder(self, row: int) -> None:
+        """The row is about to change hands; what is ordered by holders is derived anew if the change fails."""
         if self.journal.is_open:
-            request, holders, places = self.request_of_row[row], self._holders.copy(), self.holder_places().copy()
-
-            def restore() -> None:
-                self.request_of_row[row] = request
-                self._holders = holders
-                self._holder_places[: len(holders)] = places
-
-            self.journal.note(restore)
+            request = self.request_of_row[row]
+            self.journal.note(lambda: self.request_of_row.__setitem__(row, request))

@@ -119,14 +119,15 @@ class RowTable:
         """
         if not self._free:
             raise PageAccountingError("a row was wanted, none is free")
-        self._note_leases()
         self.version += 1
         if preferred and preferred in self._free:
+            self._note_leases(0)
             self._free.remove(preferred)
             row = preferred
         else:
+            self._note_leases(len(self._free) - 1)
             row = self._free.pop()
-        self.generation[row] = self.live_generation[row] = self.generation[row] + 1
+        self.generation[row] = self.live_generation[row] = self.generation.item(row) + 1
         self.unsent[row] = True
         return row
 
@@ -135,7 +136,7 @@ class RowTable:
         generation = self.live_generation[row]
         if not generation:
             raise PageAccountingError(f"row {row} is given back, but is free already")
-        self._note_leases()
+        self._note_leases(len(self._free))
         num_pages = int(self.num_pages[row])
         self._note_entries(row, 0, num_pages)
         self._note_stop_ids(row)
@@ -164,7 +165,7 @@ class RowTable:
 
     def ask_logprobs(self, row: int, count: int) -> None:
         """The row's request wants the log probability of each token, and those of the `count` most probable ones."""
-        self._note_leases()
+        self._note_leases(len(self._free))
         self.version += 1
         self.num_logprobs[row] = count
         self.num_asking += 1
@@ -282,12 +283,14 @@ class RowTable:
 
         return restore
 
-    def _note_leases(self) -> None:
+    def _note_leases(self, start: int) -> None:
+        """Free rows from place `start` on are about to change, or how many ask for log probabilities."""
         if self._journal.is_open:
-            free, num_asking = list(self._free), self.num_asking
+            free, num_asking = self._free[start:], self.num_asking
 
             def restore() -> None:
-                self._free, self.num_asking = free, num_asking
+                self._free[start:] = free
+                self.num_asking = num_asking
 
             self._journal.note(restore)
 
