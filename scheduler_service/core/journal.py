@@ -33,7 +33,6 @@ class Journal:
     def __init__(self) -> None:
         self.is_open = False
         self._snapshots: list[Callable[[], Restore]] = []
-        self._limited: dict[Callable[..., object], list[Callable[[], Restore]]] = {}
         self._undo: list[Restore] = []
         self._kept: set[Saved] = set()
 
@@ -44,10 +43,6 @@ class Journal:
         earlier ones have restored.
         """
         self._snapshots.append(snapshot)
-
-    def limit(self, change: Callable[..., object], *snapshots: Callable[[], Restore]) -> None:
-        """`change` touches nothing that is copied beforehand, except what these snapshots copy: no others are made for it."""
-        self._limited[change] = list(snapshots)
 
     def note(self, restore: Restore) -> None:
         """Something is about to be overwritten; `restore` puts it back."""
@@ -70,7 +65,7 @@ class Journal:
 
     def run(self, change: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `change` returns. If it raises, nothing has changed; the exception passes through."""
-        restores = [snapshot() for snapshot in self._limited.get(change, self._snapshots)]
+        restores = [snapshot() for snapshot in self._snapshots]
         self.is_open = True
         try:
             result = change(*args, **kwargs)

@@ -29,12 +29,16 @@ class Lives:
         self._placement = placement
         self._note_finished = note_finished
         placement.journal.watch(self._snapshot)
-        placement.journal.limit(self.begin, self._snapshot)
 
     def begin(self, request: Request) -> None:
-        """Take in a submitted request, whose id is that of no live one."""
-        self._placement.journal.put(self.requests, request.request_id, request)
-        self.waiting.push(request)
+        """Take in a submitted request, whose id is that of no live one; if that fails, nothing has changed."""
+        try:
+            self.requests[request.request_id] = request
+            self.waiting.push(request)
+        except BaseException:
+            self.requests.pop(request.request_id, None)
+            self.waiting.refill(self.requests.values())
+            raise
 
     def finish(self, request: Request, reason: FinishReason, detail: str = "") -> None:
         """End a live request; what it has computed is published, unless it failed."""

@@ -16,6 +16,7 @@ from scheduler_service.core.policy import Extend
 from scheduler_service.core.request import Request
 from scheduler_service.core.states import transition_of
 
+_INT32 = np.dtype(np.int32)
 _CONTINUATION = Cause.CONTINUATION
 _TRANSITION, _DIFF = RefreshPolicy.TRANSITION, RefreshPolicy.DIFF
 
@@ -29,9 +30,8 @@ def lone_op(placement: Placement, extend: Extend, session_no: int, step: int) ->
     begin = min(sent_len, num_pages)
     start = 0 if full_refresh else begin
     whole = num_computed + input_len == num_known
-    columns = np.array(
-        (row, generation, num_pages, begin, num_pages - begin, num_computed, input_len, num_logprobs), dtype=np.int32
-    )
+    numbers = (row, generation, num_pages, begin, num_pages - begin, num_computed, input_len, num_logprobs)
+    columns = np.array(numbers, dtype=_INT32)
     flags: BoolArray = np.array((full_refresh, whole))
     op = ForwardOp(
         session_no=session_no,

@@ -90,7 +90,7 @@ class Planner:
 
     def choose(self, plan_no: int, *, idle: bool, alone: Request | None = None) -> Choice:
         """The rows of step `plan_no`; `idle`: no op is in flight; `alone`: a request that must have a step to itself."""
-        self._choice = Choice()
+        self._choice = Choice([], _NO_ROWS)
         self._budget = self.token_budget
         self._lease_bytes = self._num_leases = 0
         if alone is not None:

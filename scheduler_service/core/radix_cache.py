@@ -86,7 +86,7 @@ class RadixCache:
             evictable += 0 if child.locks else shared
             position += shared * self.page_size
             node = child
-        return Match(node, np.concatenate(parts) if parts else _NOTHING, evictable)
+        return Match(node, _joined(parts), evictable)
 
     def count_locked(self, node: Node, tokens: Int32Array) -> int:
         """How many pages below `node` hold a prefix of `tokens` and are locked; changes nothing.
@@ -139,7 +139,7 @@ class RadixCache:
             canonical.append(rest)
             node = child
             self._touch(node)
-        return Insertion(node, np.concatenate(canonical) if canonical else _NOTHING, rest, pages[:index])
+        return Insertion(node, _joined(canonical), rest, pages[:index])
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until `unlock`, and mark them as used now."""
@@ -151,8 +151,8 @@ class RadixCache:
                 self.num_locked += len(current.pages)
             current.locks += 1
             current.last_use = self.clock
-            if current.parent is None:
-                self._journal.put(self._roots, current.namespace, self._roots.get(current.namespace, current))
+            if current.parent is None and current.namespace not in self._roots:
+                self._journal.put(self._roots, current.namespace, current)
             current = current.parent
 
     def unlock(self, node: Node) -> None:
@@ -204,7 +204,7 @@ class RadixCache:
                 self._enqueue(leaf)
             else:
                 self._remove(leaf)
-        return np.concatenate(taken) if taken else _NOTHING
+        return _joined(taken)
 
     def nodes(self) -> Iterator[Node]:
         """Every node that holds pages; for audits."""
@@ -299,3 +299,10 @@ class RadixCache:
                 self._enqueue(node)
 
         return restore
+
+
+def _joined(parts: list[Int32Array]) -> Int32Array:
+    """The parts as one array, which is not to be written to."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NOTHING

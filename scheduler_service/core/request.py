@@ -20,6 +20,7 @@ from scheduler_service.core.radix_node import Node
 from scheduler_service.core.states import Event, State, transition_of
 
 _INT32 = np.dtype(np.int32)
+_UINT32 = np.dtype(np.uint32)
 _INT32_MAX = 2**31 - 1
 _BIAS_ENTRY_BYTES = 16  # of one LogitBias message, rounded up
 
@@ -144,9 +145,11 @@ class Request:
 
     def lease_bytes(self, num_computed: int) -> int:
         """About what its LeaseStart takes in an op when the first `num_computed` tokens are in the prefix cache."""
+        names = 4 * len(self.request_id) + len(self.traceparent)
+        if self.sampling is GREEDY:
+            return names
         history = 4 * num_computed if self.sampling.has_penalty else 0
         stop_ids = 4 * len(self.stop_ids) if self.sampling.min_new_tokens else 0
-        names = 4 * len(self.request_id) + len(self.traceparent)
         return history + stop_ids + _BIAS_ENTRY_BYTES * len(self.sampling.logit_bias) + names
 
     def move(self, event: Event, target: State) -> None:
@@ -161,10 +164,10 @@ class Request:
 
     def saved(self) -> Restore:
         """Puts back what the request is now, except for tokens that were added, whatever has become of it."""
-        values = _ALL_OF(self)
+        values = _VALUES_OF(self)
 
         def restore() -> None:
-            for name, value in zip(Request.__slots__, values, strict=True):
+            for name, value in zip(_CHANGING, values, strict=True):
                 setattr(self, name, value)
 
         return restore
@@ -173,7 +176,22 @@ class Request:
         return f"<Request {self.request_id!r} {self.state} row={self.row} tokens={len(self.tokens)}/{self.limit_len}>"
 
 
-_ALL_OF = attrgetter(*Request.__slots__)
+_CHANGING = (
+    "cached_tokens",
+    "finish_detail",
+    "finish_reason",
+    "node",
+    "num_computed",
+    "num_outstanding",
+    "num_retractions",
+    "retracted_in_plan",
+    "row",
+    "sent_len",
+    "state",
+    "was_admitted",
+)
+"""What is ever written after a request is made, other than its tokens."""
+_VALUES_OF = attrgetter(*_CHANGING)
 
 
 def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: SchedulerConfig) -> Int32Array:
@@ -185,7 +203,7 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     if len(prompt) == 0:
         raise EmptyPromptError(request_id)
     tokens = prompt if isinstance(prompt, np.ndarray) else np.array(list(prompt), dtype=object)
-    if tokens.dtype != _INT32 or tokens.ndim != 1 or tokens.view(np.uint32).max() >= config.vocab_size:
+    if tokens.dtype != _INT32 or tokens.ndim != 1 or np.maximum.reduce(tokens.view(_UINT32)) >= config.vocab_size:
         _check_tokens(request_id, tokens, config)
     length = len(tokens)
     if length > config.room:
@@ -197,7 +215,7 @@ def check_prompt(request_id: str, prompt: Sequence[int] | Int32Array, config: Sc
     if config.max_context and length >= config.max_context:
         why = f"max_context = {config.max_context}, of which at least 1 is for the answer,"
         raise PromptTooLongError(request_id, length, config.max_context - 1, why)
-    return np.ascontiguousarray(tokens, dtype=_INT32)
+    return tokens.astype(_INT32, copy=False)
 
 
 def _check_tokens(request_id: str, tokens: npt.NDArray[Any], config: SchedulerConfig) -> None:

@@ -297,8 +297,7 @@ class RowTable:
     def _note_free_entries(self, row: int, start: int, stop: int) -> None:
         """As `_note_entries`, of entries past the row's length: they are 0."""
         if self._journal.is_open:
-            entries = self.pages[row, start:stop]
-            self._journal.note(lambda: entries.fill(0))
+            self._journal.note(lambda: self.pages[row, start:stop].fill(0))
 
     def _note_stop_ids(self, row: int) -> None:
         if self._journal.is_open:

@@ -171,14 +171,14 @@ class Scheduler:
             limit_reason=limit_reason,
             arrival=self._arrivals + 1,
             sampling=sampling,
-            stop_ids=tuple(int(stop_id) for stop_id in stop_ids),
+            stop_ids=tuple(map(int, stop_ids)),
             priority=priority,
             prefix_cache=prefix_cache and self.config.prefix_cache,
             cache_namespace=cache_namespace,
             traceparent=traceparent,
             late=self._intake.late,
         )
-        self._atomically(self._lives.begin, request)
+        self._lives.begin(request)
         self._arrivals += 1
         return request
 

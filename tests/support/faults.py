@@ -11,8 +11,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 from scheduler_service.core import journal
+from scheduler_service.core.lives import Lives
 
 _CORE = str(Path(journal.__file__).parent)
+_CHANGES = {journal.Journal.run.__code__, Lives.begin.__code__}  # whole or not at all
 
 MAX_VISITS = 2
 
@@ -45,7 +47,7 @@ def fault_at_line(number: int) -> Iterator[list[str]]:
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal is_changing
         file = frame.f_code.co_filename
-        is_changing = is_changing or frame.f_code is journal.Journal.run.__code__
+        is_changing = is_changing or frame.f_code in _CHANGES
         counts = is_changing and not seen and file.startswith(_CORE) and file != journal.__file__
         return trace if counts else None
 
