@@ -25,6 +25,7 @@ _PHASE_OF_STATE = {
     State.PREFILL_DONE: int(Phase.PREFILL_DONE),
     State.DECODING: int(Phase.DECODING),
 }
+_INT32 = np.dtype(np.int32)
 _RESUME = Cause.RESUME
 
 
@@ -32,7 +33,7 @@ def released_rows(placement: Placement) -> Int32Array:
     """Rows released since the last op, of which the next one tells."""
     if not placement.released_rows:
         return NO_TOKENS
-    released = np.array(placement.released_rows, dtype=np.int32)
+    released = np.array(placement.released_rows, dtype=_INT32)
     placement.released_rows.clear()
     return released
 

@@ -29,6 +29,7 @@ class PageState(IntEnum):
     CACHED = 2
 
 
+_INTP = np.dtype(np.intp)
 _FREE, _PRIVATE, _CACHED = (np.uint8(state) for state in PageState)
 
 
@@ -77,7 +78,10 @@ class PagePool:
             raise PageAccountingError(f"{count} pages wanted, {self.num_free} free")
         low = self.num_free - count
         pages = self._stack[low : self.num_free][::-1].copy()
-        self._set_states(pages, _FREE, _PRIVATE)
+        places = pages.astype(_INTP)
+        if self._journal.is_open:
+            self._journal.note(lambda: self._states.__setitem__(places, _FREE))
+        self._states[places] = _PRIVATE
         self.num_free = low
         return pages
 
@@ -127,7 +131,7 @@ class PagePool:
         return restore
 
     def _set_states(self, pages: Int32Array, before: npt.NDArray[np.uint8] | np.uint8, state: np.uint8) -> None:
-        places = pages.astype(np.intp)
+        places = pages.astype(_INTP)
         if self._journal.is_open:
             self._journal.note(lambda: self._states.__setitem__(places, before))
         self._states[places] = state

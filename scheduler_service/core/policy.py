@@ -96,6 +96,8 @@ class Planner:
         if alone is not None:
             if idle and alone.retracted_in_plan < plan_no:
                 self._choose_alone(alone)
+        elif not self._placement.num_holders:
+            self._admit(plan_no)
         elif self._config.mixed:
             self._choose_decodes()
             self._choose_continuations()
@@ -267,7 +269,7 @@ class Planner:
     # Requests without a row
 
     def _admit(self, plan_no: int, *, past_just_retracted: bool = False) -> None:
-        for request in self._retracted.requests():
+        for request in self._retracted.requests() if len(self._retracted) else ():
             if request.num_outstanding:
                 continue
             if request.retracted_in_plan >= plan_no:
@@ -284,7 +286,7 @@ class Planner:
 
     def _enter(self, request: Request, cause: Cause, watermark: int | None = None) -> bool:
         """Admit the request if it fits; False: it does not, and nothing was changed. `watermark` None: one page a holder."""
-        placement = self._placement
+        placement, config = self._placement, self._config
         if self._budget == 0 or self._rows.num_free == 0:
             return False
         watermark = placement.num_holders if watermark is None else watermark
@@ -300,12 +302,12 @@ class Planner:
         if need + watermark > placement.num_available - evictable:
             self._refusal, self._refused_need = circumstances, need + evictable
             return False
-        cached = matched * self._config.page_size
+        cached = matched * config.page_size
         lease_bytes = self._lease_bytes + request.lease_bytes(cached)
-        if self._num_leases and lease_bytes > self._config.max_lease_bytes:
+        if self._num_leases and lease_bytes > config.max_lease_bytes:
             return False
         self._lease_bytes, self._num_leases = lease_bytes, self._num_leases + 1
-        input_len = min(self._config.chunk_size, self._budget, num_known - cached)
+        input_len = min(config.chunk_size, self._budget, num_known - cached)
         if not request.was_admitted:
             placement.keep(request)
             request.was_admitted = True

@@ -78,10 +78,10 @@ class RadixCache:
         """The longest cached prefix of `tokens`, in whole pages. May split a node; locks nothing and refreshes no age."""
         node, parts, evictable = self._find_root(namespace), [], 0
         position = 0
-        while (child := node.children.get(self.key(tokens, position))) is not None:
+        while (child := node.children.get(key := self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             if shared < len(child.pages):
-                child = self._split(child, shared)
+                child = self._split(child, shared, key)
             parts.append(child.pages)
             evictable += 0 if child.locks else shared
             position += shared * self.page_size
@@ -122,10 +122,10 @@ class RadixCache:
             raise PageAccountingError(f"{len(pages)} pages of {self.page_size} tokens are published with {len(tokens)} tokens")
         self.clock += 1
         position, index, canonical = 0, 0, []
-        while index < len(pages) and (child := node.children.get(self.key(tokens, position))) is not None:
+        while index < len(pages) and (child := node.children.get(key := self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             if shared < len(child.pages):
-                child = self._split(child, shared)
+                child = self._split(child, shared, key)
             canonical.append(child.pages)
             position += shared * self.page_size
             index += shared
@@ -241,19 +241,21 @@ class RadixCache:
     def _shared_pages(self, child: Node, tokens: Int32Array, position: int) -> int:
         """Whole pages that `child` and `tokens[position:]` have in common."""
         length = min(len(child.tokens), len(tokens) - position)
+        if not length:
+            return 0
         differs = child.tokens[:length] != tokens[position : position + length]
-        first = int(differs.argmax()) if length else 0
-        return (first if length and differs[first] else length) // self.page_size
+        first = differs.argmax()
+        return int(first if differs[first] else length) // self.page_size
 
-    def _split(self, node: Node, count: int) -> Node:
-        """Put the first `count` pages of `node` into a node of their own above it; returns that one."""
+    def _split(self, node: Node, count: int, key: bytes) -> Node:
+        """Put the first `count` pages of `node`, found by `key`, into a node of their own above it; returns that one."""
         cut = count * self.page_size
         parent = node.parent
         assert parent is not None  # a root holds no pages
         upper = Node(parent, node.tokens[:cut], node.pages[:count], parent.depth + count, self._next_serial())
         upper.locks, upper.last_use = node.locks, node.last_use
         self._journal.keep(node)
-        self._journal.put(parent.children, self.key(upper.tokens, 0), upper)
+        self._journal.put(parent.children, key, upper)
         node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[count:], upper
         upper.children[self.key(node.tokens, 0)] = node
         return upper
