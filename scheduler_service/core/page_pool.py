@@ -78,10 +78,7 @@ class PagePool:
             raise PageAccountingError(f"{count} pages wanted, {self.num_free} free")
         low = self.num_free - count
         pages = self._stack[low : self.num_free][::-1].copy()
-        places = pages.astype(_INTP)
-        if self._journal.is_open:
-            self._journal.note(lambda: self._states.__setitem__(places, _FREE))
-        self._states[places] = _PRIVATE
+        self._states[pages.astype(_INTP)] = _PRIVATE
         self.num_free = low
         return pages
 
@@ -127,6 +124,7 @@ class PagePool:
 
         def restore() -> None:
             self.num_free, self.num_cached = num_free, num_cached
+            self._states[self._stack[:num_free]] = _FREE  # granting a page leaves it where it is
 
         return restore
 

@@ -111,7 +111,6 @@ class Placement:
         rows.set_stop_ids(row, request.stop_ids)
         if request.sampling.num_logprobs is not None:
             rows.ask_logprobs(row, request.sampling.num_logprobs)
-        self._note_holder(row)
         request.row = row
         self.request_of_row[row] = request
         holder = (request.order, row)
@@ -198,7 +197,8 @@ class Placement:
         request.num_computed = int(self.rows.num_computed[row])
         request.num_outstanding += int(self.rows.num_outstanding[row])
         request.sent_len = int(self.rows.sent_len[row])
-        self._note_holder(row)
+        if self.journal.is_open:
+            self.journal.note(lambda: self.request_of_row.__setitem__(row, request))
         place = bisect_left(self._holders, (request.order, row))
         del self._holders[place]
         order, count = self._holder_places, len(self._holders)
@@ -216,14 +216,9 @@ class Placement:
 
         def restore() -> None:
             self.released_rows = released_rows
+            self.request_of_row[self.rows.live_generation == 0] = None
             holders = ((request.order, row) for row, request in enumerate(self.request_of_row) if request is not None)
             self._holders = sorted(holders)
             self._holder_places[: len(self._holders)] = [row for _, row in self._holders]
 
         return restore
-
-    def _note_holder(self, row: int) -> None:
-        """The row is about to change hands; what is ordered by holders is derived anew if the change fails."""
-        if self.journal.is_open:
-            request = self.request_of_row[row]
-            self.journal.note(lambda: self.request_of_row.__setitem__(row, request))

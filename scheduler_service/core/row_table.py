@@ -165,7 +165,6 @@ class RowTable:
 
     def ask_logprobs(self, row: int, count: int) -> None:
         """The row's request wants the log probability of each token, and those of the `count` most probable ones."""
-        self._note_leases(len(self._free))
         self.version += 1
         self.num_logprobs[row] = count
         self.num_asking += 1
@@ -182,7 +181,6 @@ class RowTable:
         stop = start + len(pages)
         if stop > self.max_pages_per_row:
             raise PageAccountingError(f"row {row} would have {stop} pages, but is {self.max_pages_per_row} wide")
-        self._note_free_entries(row, start, stop)
         self.version += 1
         self.pages[row, start:stop] = pages
         self.num_pages[row] = stop
@@ -190,8 +188,6 @@ class RowTable:
     def append_one_each(self, rows: npt.NDArray[np.integer], pages: Int32Array) -> None:
         """Grow each of `rows` by one page, vectorised; rows are distinct and not full."""
         places = self.num_pages.take(rows)
-        if self._journal.is_open:
-            self._journal.note(lambda: self.pages.__setitem__((rows, places), 0))
         self.version += 1
         self.pages[rows, places] = pages
         self.num_pages[rows] = places + 1
@@ -274,30 +270,25 @@ class RowTable:
         self._free = list(range(self.max_rows, 0, -1))
 
     def _snapshot(self) -> Restore:
-        numbers, flags = self._numbers.copy(), self._flags.copy()
+        numbers, flags, num_asking = self._numbers.copy(), self._flags.copy(), self.num_asking
 
         def restore() -> None:
             self.version += 1
+            # Behind what the rows had, something may have been appended.
+            touched = (numbers[LIVE_GENERATION] != 0) | (numbers[GENERATION] != self.generation)
+            for row in touched.nonzero()[0].tolist():
+                self.pages[row, numbers[NUM_PAGES, row] :] = 0
             self._numbers[:] = numbers
             self._flags[:] = flags
+            self.num_asking = num_asking
 
         return restore
 
     def _note_leases(self, start: int) -> None:
-        """Free rows from place `start` on are about to change, or how many ask for log probabilities."""
+        """Free rows from place `start` on are about to change."""
         if self._journal.is_open:
-            free, num_asking = self._free[start:], self.num_asking
-
-            def restore() -> None:
-                self._free[start:] = free
-                self.num_asking = num_asking
-
-            self._journal.note(restore)
-
-    def _note_free_entries(self, row: int, start: int, stop: int) -> None:
-        """As `_note_entries`, of entries past the row's length: they are 0."""
-        if self._journal.is_open:
-            self._journal.note(lambda: self.pages[row, start:stop].fill(0))
+            free = self._free[start:]
+            self._journal.note(lambda: self._free.__setitem__(slice(start, None), free))
 
     def _note_stop_ids(self, row: int) -> None:
         if self._journal.is_open:
