@@ -1,43 +1,21 @@
-"""What the benchmark scripts share: what the machine is, medians, tables, JSON files and plots."""
+"""What the benchmarks of wire, mirror and streams share beyond `_report.py`: medians in turn, tables, aims, options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-PLOT_FOLDER = Path(__file__).resolve().parent.parent / "docs" / "performance"
-PACKAGES = ("numpy", "torch", "grpcio", "uvloop", "protobuf")
+from _report import PLOTS, Report, plot, write_json
+from _report import print_table as print_columns
 
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    packages = {}
-    for package in PACKAGES:
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = "missing"
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cpus": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "load_before": round(os.getloadavg()[0], 2),
-    }
+PACKAGES = ("pagemirror", "numpy", "torch", "grpcio", "uvloop", "protobuf")
+"""Whose versions matter to these benchmarks."""
+COLOURS = ("#1b6ca8", "#e07b39", "#2a9d5c", "#8c564b", "#7f7f7f")
+"""Ours first."""
 
 
 def interleave(parties: dict[str, Callable[[], object]], rounds: int, repeat: int) -> dict[str, float]:
@@ -62,56 +40,50 @@ def interleave(parties: dict[str, Callable[[], object]], rounds: int, repeat: in
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table in plain text: the first column to the left, numbers to the right."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(name), *(len(row[i]) for row in cells)) if cells else len(name) for i, name in enumerate(header)]
+    """A titled table; numbers with as many digits as say something."""
     print(title)
-    for row in [list(header), *cells]:
-        first, rest = row[0].ljust(widths[0]), (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        print("    " + "  ".join([first, *rest]).rstrip())
+    print_columns(header, [[cell(value) for value in row] for row in rows])
     print()
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value as a table shows it."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-    return str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that all of these scripts have."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to this file")
     parser.add_argument("--quick", action="store_true", help="a few rounds of a few cases: whether it works, not how fast")
-    parser.add_argument("--no-plot", action="store_true", help="draw nothing into docs/performance/")
+    parser.add_argument(
+        "--plots", type=Path, default=PLOTS, metavar="FOLDER", help="where to draw  [default: docs/performance]"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="draw nothing; --quick draws nothing either")
 
 
-def finish(report: dict[str, Any], options: argparse.Namespace, name: str, draw: Callable[[Any], None]) -> None:
-    """Write the report where it was asked for, and draw it. `draw` gets a matplotlib figure."""
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+def finish(report: Report, options: argparse.Namespace, columns: int, draw: Callable[[Report, list[Any]], None]) -> None:
+    """Write the report where it was asked for, and draw it: `draw` gets the report and as many axes as `columns`."""
+    write_json(options.json, report)
     if options.no_plot or options.quick:
         return
-    if find_spec("matplotlib") is None:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    draw(figure)
-    PLOT_FOLDER.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT_FOLDER / f"{name}.svg")
-    print(f"drew {PLOT_FOLDER / name}.svg", file=sys.stderr)
+    file = options.plots / f"{report['benchmark']}.svg"
+    with plot(file, columns, width=4.5 * columns, height=3.2) as axes:
+        if axes is not None:
+            draw(report, axes)
 
 
-def aim(name: str, value: float, limit: float, *, at_most: bool) -> dict[str, Any]:
-    """One ratio that is aimed at, and whether it was reached."""
+def aim(name: str, value: float, limit: float, *, at_most: bool) -> Report:
+    """One figure that is aimed at, and whether it was reached."""
     reached = value <= limit if at_most else value >= limit
     return {"aim": name, "value": round(value, 3), "limit": limit, "at_most": at_most, "reached": reached}
 
 
-def print_aims(aims: Sequence[dict[str, Any]]) -> None:
+def print_aims(aims: Sequence[Report]) -> None:
     """A line for each."""
     for item in aims:
         relation = "at most" if item["at_most"] else "at least"
-        print(f"{item['aim']}: {item['value']:g}, aimed at {relation} {item['limit']:g}{'' if item['reached'] else ', MISSED'}")
+        print(
+            f"{item['aim']}: {item['value']:,g}, aimed at {relation} {item['limit']:,g}{'' if item['reached'] else ', NOT REACHED'}"
+        )

@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import add_options, aim, finish, interleave, machine, print_aims, print_table
+from _measure import COLOURS, PACKAGES, add_options, aim, finish, interleave, print_aims, print_table
+from _report import Report, machine, progress
 
 from pagemirror.v1 import forward_pb2
 from runtime_service.ops import NO_ROWS, ForwardOp
@@ -215,11 +216,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         cases.append(("refresh, ragged", 256, 128, np.zeros(256, np.int64), ragged))
     found = []
     for kind, num_rows, pages, old_lens, new_lens in cases:
+        progress(f"{kind}: {num_rows} rows" + (f" of {pages} pages" if kind != "decode" else ""))
         op = make_op(old_lens, new_lens, full=kind != "decode")
         check_parties(op, old_lens)
         repeat = 2 if options.quick else 10
         medians = interleave(parties(op, old_lens), rounds, repeat)
         found.append({"kind": kind, "rows": num_rows, "pages": pages, "us": {k: round(v, 2) for k, v in medians.items()}})
+    progress("a whole op of 256 decode rows")
     ops = [time_ops(20 if options.quick else 1000) for _ in range(1 if options.quick else 3)]
     return {"cases": found, "op": {name: round(float(np.median([op[name] for op in ops])), 1) for name in ops[0]}}
 
@@ -250,18 +253,17 @@ def print_report(report: dict[str, Any]) -> None:
     print_aims(report["aims"])
 
 
-def draw(report: dict[str, Any], figure: Any) -> None:
-    """Time of a full refresh by pages, 256 rows."""
-    axes = figure.subplots()
-    cases = [case for case in report["cases"] if case["kind"] == "refresh" and case["rows"] == 256]
-    for name in PARTIES:
-        axes.plot([case["pages"] for case in cases], [case["us"][name] for case in cases], "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("pages a row")
-    axes.set_ylabel("µs a step")
-    axes.set_title("256 rows rewritten")
-    axes.legend()
+def draw(report: Report, axes: list[Any]) -> None:
+    """Time of a full refresh by pages at 256 rows, and of a decode step by rows."""
+    for axis, kind, varied in ((axes[0], "refresh", "pages"), (axes[1], "decode", "rows")):
+        cases = [case for case in report["cases"] if case["kind"] == kind and (kind == "decode" or case["rows"] == 256)]
+        for name, colour in zip(PARTIES, COLOURS, strict=True):
+            places = [str(case[varied]) for case in cases]
+            axis.plot(places, [case["us"][name] for case in cases], "o-", label=name, color=colour)
+        axis.set_yscale("log")
+        axis.set_xlabel("pages a row" if kind == "refresh" else "rows, of which each 16th gets a page")
+        axis.set_title("256 rows rewritten, µs" if kind == "refresh" else "decode step, µs")
+    axes[0].legend(frameon=False, fontsize=8)
 
 
 def main() -> int:
@@ -269,10 +271,10 @@ def main() -> int:
     add_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"benchmark": "mirror", "quick": options.quick, "machine": machine(), **measure(options)}
+    report: Report = {"benchmark": "mirror", "quick": options.quick, "machine": machine(*PACKAGES), **measure(options)}
     report["aims"] = aims(report)
     print_report(report)
-    finish(report, options, "mirror", lambda figure: draw(report, figure))
+    finish(report, options, 2, draw)
     return 0
 
 
