@@ -84,6 +84,5 @@ def print_aims(aims: Sequence[Report]) -> None:
     """A line for each."""
     for item in aims:
         relation = "at most" if item["at_most"] else "at least"
-        print(
-            f"{item['aim']}: {item['value']:,g}, aimed at {relation} {item['limit']:,g}{'' if item['reached'] else ', NOT REACHED'}"
-        )
+        reached = "" if item["reached"] else ", NOT REACHED"
+        print(f"{item['aim']}: {item['value']:,g}, aimed at {relation} {item['limit']:,g}{reached}")

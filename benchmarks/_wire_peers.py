@@ -1,7 +1,7 @@
-"""The other processes of `bench_wire.py`:
+"""The other processes of `bench_wire.py`, and the runtime of `bench_streaming.py`:
 
-    python benchmarks/_wire_peers.py runtime SOCKET STEP_MS     the product's runtime with a model that computes nothing
-    python benchmarks/_wire_peers.py echo SOCKET RESULT_BYTES   a bare grpc.aio stream: bytes in, that many of them out
+    python benchmarks/_wire_peers.py runtime SOCKET STEP_MS [ROWS PAGES]   the product's runtime, a model that computes nothing
+    python benchmarks/_wire_peers.py echo SOCKET RESULT_BYTES              a bare grpc.aio stream: bytes in, that many out
 
 The model is a device whose steps take STEP_MS each, one after another, whatever the host does meanwhile: launching a step
 returns at once and its result is there when the device has come to its end. With STEP_MS 0 a step is over when it is launched.
@@ -100,7 +100,7 @@ def make_model(step_s: float) -> Any:
     return Device()
 
 
-async def runtime(socket: str, step_s: float) -> None:
+async def runtime(socket: str, step_s: float, max_rows: int, num_pages: int) -> None:
     """The product's runtime around that model."""
     from runtime_service.app import configure_logging, serve
     from runtime_service.execution import ExecutionThread
@@ -110,19 +110,23 @@ async def runtime(socket: str, step_s: float) -> None:
     settings = load_settings(
         listen=f"unix:{socket}",
         page_size=PAGE_SIZE,
-        max_rows=MAX_ROWS,
+        max_rows=max_rows,
         log_level="error",
         exit_with_parent=os.getppid(),
     )
     configure_logging(settings)
     thread = ExecutionThread()
-    capacity = Capacity(NUM_PAGES, MAX_PAGES_PER_ROW)
+    capacity = Capacity(num_pages, MAX_PAGES_PER_ROW)
     await serve(settings, thread, create=lambda _: (make_model(step_s), capacity), announce=lambda line: None)
 
 
 def main() -> None:
-    what, socket, number = sys.argv[1:]
-    run_loop(echo(socket, int(number)) if what == "echo" else runtime(socket, float(number) / 1000))
+    what, socket, number, *sizes = sys.argv[1:]
+    if what == "echo":
+        run_loop(echo(socket, int(number)))
+    else:
+        max_rows, num_pages = map(int, sizes) if sizes else (MAX_ROWS, NUM_PAGES)
+        run_loop(runtime(socket, float(number) / 1000, max_rows, num_pages))
 
 
 if __name__ == "__main__":

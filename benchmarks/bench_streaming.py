@@ -1,203 +1,233 @@
-"""Measure the public streams: tokens a second and the server's CPU time a token, for Generate, Session and a front end.
+"""What the public streams cost: tokens a second, the server's CPU time a token, and what clients do to the time of a step.
 
-Two tables. "stream": a server with no engine behind it, so that the stream is all there is. "served": a scheduler with the
-exact test model behind it, as processes; its CPU time includes planning, and the time of a step includes the model's. Kinds are
-interleaved, and medians of the rounds are reported: only ratios within one run count. `--json FILE` writes
+    python benchmarks/bench_streaming.py [--json FILE] [--quick] [--streams 256 1024]
 
-    {"streams": ..., "rounds": ..., "stream": {kind: {...}}, "served": {kind: {"tokens_per_s", "server_us_per_token", ...}}}
+Ways that tokens go, each with 256 and with 1,024 requests at once:
+
+    none        requests that are submitted inside the scheduler's process, so that nobody reads their output
+    Generate    one call a request, served by the scheduler's process itself
+    front end   one call a request, served by two worker processes, which reach the scheduler over one session each
+    Session     all requests over one stream
+
+Tables:
+
+    stream   a server with no engine behind it, so that the stream is all there is
+    served   the product's scheduler and runtime, the latter with a model whose step takes nothing ("0 ms", as fast as it goes)
+             or 5 and 20 ms of a device, whatever the host does meanwhile. Planning begins when all requests are there.
+
+tokens/s is what the clients received, from the first step to the last message. µs/token is CPU time of the server's process, in
+"served" of the scheduler's in those steps in which all rows decoded, planning and the link to the runtime included; µs/token of
+the workers is that of all workers of the front end. Step times are measured in the scheduler's process: from a result to the
+next one, while all rows decode; p99 of a round, median of the rounds.
+
+Everything shares the machine's cores. The clients are one process of low priority, because elsewhere they would not be on the
+scheduler's machine at all; where the cores do not suffice they get several tokens in one message. Kinds take turns, after a
+first round that does not count. Only ratios within one run mean something elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import json
-import os
-import re
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import grpc
+from _measure import COLOURS, PACKAGES, add_options, aim, finish, print_aims, print_table
+from _report import Report, machine, progress
+from _stream_processes import child
 
-from pagemirror.v1 import generation_pb2
-from scheduler_service.client import Client
-from scheduler_service.columns import int32_to_bytes
-from scheduler_service.session_client import Session
+from scheduler_service import event_loop
+from scheduler_service.up import socket_base
 
-FOLDER = Path(__file__).resolve().parent
-FRONT_CLIENTS = 16  # connections, which the kernel spreads over the workers
+NONE = "none"
+KINDS = (NONE, "Generate", "front end", "Session")
+WORKERS = 2
+NUM_PAGES = 1 << 16
+STEP_MS = (0.0, 5.0, 20.0)
+AIMED_STREAMS, AIMED_STEP_MS = 256, 20.0
+ROUNDS = 3
 
-Run = Callable[[str], Awaitable[int]]
-
-
-@contextlib.asynccontextmanager
-async def process(*command: str) -> AsyncIterator[tuple[int, str]]:
-    """Start a process and wait for the line that says where it serves; its id and address."""
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", *command), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        assert child.stdout is not None
-        line = (await child.stdout.readline()).decode()
-        if (match := re.search(r"ready on (\S+)", line)) is None:
-            raise SystemExit(f"{command[1]} did not start")
-        yield child.pid, match[1]
-    finally:
-        child.terminate()
-        await child.wait()
+Case = dict[str, float]
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process so far, in seconds."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+def num_tokens(num_streams: int, step_ms: float, *, quick: bool) -> int:
+    """Of each stream: enough steps for a p99, in a few seconds."""
+    if quick:
+        return 20
+    return {0.0: 400, 5.0: 250, 20.0: 150}[step_ms] if num_streams <= AIMED_STREAMS else {0.0: 200, 5.0: 100, 20.0: 60}[step_ms]
 
 
-class Requests:
-    """So many requests of so many tokens at a time, by each way; every method returns the tokens that came."""
-
-    def __init__(self, num_streams: int, num_tokens: int) -> None:
-        self.num_streams, self.num_tokens = num_streams, num_tokens
-
-    async def generate(self, clients: list[Client], name: str) -> int:
-        """A call of Generate each, spread over the clients."""
-        counts = await asyncio.gather(*(self._call(clients[n % len(clients)], name, n) for n in range(self.num_streams)))
-        return sum(counts)
-
-    async def session(self, client: Client, name: str) -> int:
-        """All over one session."""
-        session = await Session.open(client.stub)
-        total = sum(await asyncio.gather(*(self._member(session, name, n) for n in range(self.num_streams))))
-        await session.drain()
-        await session.close()
-        return total
-
-    def _request(self, name: str, n: int) -> generation_pb2.GenerateRequest:
-        prompt = int32_to_bytes([n % 900 + 1, 2, 3])
-        return generation_pb2.GenerateRequest(
-            request_id=f"{name}-{n}", prompt=prompt, max_tokens=self.num_tokens, prefix_cache=False
-        )
-
-    async def _call(self, client: Client, name: str, n: int) -> int:
-        return sum([len(message.tokens) // 4 async for message in client.stub.Generate(self._request(name, n))])
-
-    async def _member(self, session: Session, name: str, n: int) -> int:
-        output = await session.submit(self._request(name, n))
-        count = 0
-        while True:
-            piece = await output.take()
-            count += len(piece.tokens)
-            if piece.finished is not None:
-                return count
+def middle(rounds: list[Case]) -> Case:
+    """The median of each figure."""
+    return {key: round(median(case[key] for case in rounds), 3) for key in rounds[0]}
 
 
-async def raw_session(client: Client) -> int:
-    """Read one session to its end, and count."""
-    call = client.stub.Session()
-    await call.write(generation_pb2.SessionRequest(hello=generation_pb2.SessionHello()))
-    count = 0
-    while (message := await call.read()) is not grpc.aio.EOF:
-        count += len(message.tokens) // 4
-    return count
-
-
-async def measure(pid: int, rounds: int, kinds: dict[str, Run], steps: Callable[[], Awaitable[int]] | None = None) -> Any:
-    """Each kind in each round, after one that does not count; medians by kind."""
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for number in range(rounds + 1):
-        for kind, run in kinds.items():
-            first = await steps() if steps else 0
-            began, used = time.perf_counter(), cpu_s(pid)
-            count = await run(f"{kind}{number}")
-            seconds, used = time.perf_counter() - began, cpu_s(pid) - used
-            case = {"tokens_per_s": count / seconds, "server_us_per_token": used / count * 1e6}
-            if steps:
-                case["step_ms"] = seconds / max(1, await steps() - first) * 1e3
-            if number:
-                found[kind].append(case)
-    return {kind: {key: median(case[key] for case in cases) for key in cases[0]} for kind, cases in found.items()}
-
-
-async def measure_stream(args: argparse.Namespace) -> Any:
+async def measure_stream(options: argparse.Namespace, num_streams: int) -> dict[str, Case]:
     """The streams alone."""
-    requests = Requests(args.streams, args.tokens)
-    command = (str(FOLDER / "_stream_pump.py"), str(args.streams), str(args.tokens))
-    async with process(*command) as (pid, address), Client(address) as client:
-        kinds: dict[str, Run] = {
-            "Generate": lambda name: requests.generate([client], name),
-            "Session": lambda name: raw_session(client),
-        }
-        return await measure(pid, args.rounds, kinds)
-
-
-async def measure_served(args: argparse.Namespace) -> Any:
-    """A scheduler, a runtime, and a front end of two workers."""
-    requests = Requests(args.streams, args.tokens)
-    anywhere, rows = ("--listen", "127.0.0.1:0"), ("--max-rows", str(args.streams), "--num-pages", "65536")
-    quiet = ("--log-level", "error", "--max-streams", "4096")
-    scheduler = ("-m", "scheduler_service.cli", "scheduler", *anywhere, *quiet)
-    front_end = ("-m", "scheduler_service.cli", "frontend", *anywhere, *quiet, "--workers", "2")
+    tokens = 20 if options.quick else 51_200 // num_streams
+    found: dict[str, list[Case]] = {}
     async with (
-        process("-m", "runtime_service", "--model", "fingerprint", *anywhere, *rows) as (_, runtime),
-        process(*scheduler, "--runtime", runtime) as (pid, address),
-        process(*front_end, "--scheduler", address) as (_, front),
-        contextlib.AsyncExitStack() as stack,
+        child("_stream_pump.py", str(num_streams), str(tokens)) as server,
+        child("_stream_clients.py", str(num_streams), str(tokens), server.address) as clients,
     ):
-        client = await stack.enter_async_context(Client(address))
-        clients = [await stack.enter_async_context(Client(front)) for _ in range(FRONT_CLIENTS)]
-        kinds: dict[str, Run] = {
-            "Generate": lambda name: requests.generate([client], name),
-            "front end": lambda name: requests.generate(clients, name),
-            "Session": lambda name: requests.session(client, name),
-        }
-
-        async def steps() -> int:
-            return (await client.info()).raw.num_steps
-
-        return await measure(pid, args.rounds, kinds, steps)
+        for number in range(options.rounds + 1):
+            for kind in ("Generate", "Session"):
+                began, used = time.perf_counter(), server.cpu_s()
+                answer = await clients.ask(kind=kind if kind == "Generate" else f"raw {kind}", name=f"{kind}{number}")
+                count, seconds, used = answer["tokens"], answer["ended"] - began, server.cpu_s() - used
+                if number:
+                    case = {"tokens_per_s": count / seconds, "us_per_token": used / count * 1e6}
+                    found.setdefault(kind, []).append(case)
+    return {kind: middle(rounds) for kind, rounds in found.items()}
 
 
-def show(title: str, cases: dict[str, dict[str, float]]) -> None:
-    """One table; ratios are to Generate."""
-    base = cases["Generate"]
-    step = f"{'step ms':>9}" if "step_ms" in base else ""
-    print(f"\n{title:<12}{'tokens/s':>12}{'×':>8}{'µs/token':>10}{'of':>8}{step}")
-    for kind, case in cases.items():
-        rate, cost = (case[key] / base[key] for key in ("tokens_per_s", "server_us_per_token"))
-        step = f"{case['step_ms']:>9.2f}" if "step_ms" in case else ""
-        print(f"{kind:<12}{case['tokens_per_s']:>12,.0f}{rate:>8.1f}{case['server_us_per_token']:>10.2f}{cost:>8.3f}{step}")
+async def measure_served(options: argparse.Namespace, num_streams: int, step_ms: float) -> dict[str, Case]:
+    """A scheduler, a runtime, and a front end."""
+    tokens = num_tokens(num_streams, step_ms, quick=options.quick)
+    found: dict[str, list[Case]] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemirror-", dir=socket_base()))
+        runtime = ("runtime", f"{folder}/runtime", f"{step_ms:g}", str(num_streams), str(NUM_PAGES))
+        await enter(child("_wire_peers.py", *runtime, announces=False))
+        host = await enter(child("_stream_host.py", f"unix:{folder}/runtime"))
+        served = ("--listen", "127.0.0.1:0", "--max-streams", "4096", "--log-level", "error")
+        command = ("-m", "scheduler_service.cli", "frontend", "--scheduler", host.address, "--workers", str(WORKERS), *served)
+        front = await enter(child(*command))
+        clients = await enter(child("_stream_clients.py", str(num_streams), str(tokens), host.address, front.address))
+        for number in range(options.rounds + 1):
+            for kind in KINDS:
+                await host.ask(do="hold", count=num_streams)
+                workers = front.children_cpu_s()
+                if kind == NONE:
+                    answer = await host.ask(do="silent", count=num_streams, tokens=tokens)
+                else:
+                    answer = await clients.ask(kind=kind, name=f"{kind}{number}")
+                workers = front.children_cpu_s() - workers
+                steps = await host.ask(do="take", rows=num_streams)
+                if number:
+                    found.setdefault(kind, []).append(summarize(answer, steps, workers, num_streams))
+    return {kind: middle(rounds) for kind, rounds in found.items()}
 
 
-async def bench(args: argparse.Namespace) -> dict[str, Any]:
+def summarize(answer: dict[str, Any], taken: dict[str, Any], workers_s: float, num_streams: int) -> Case:
+    """One round of one kind."""
+    steps = sorted(taken["step_us"])
+    if not steps:
+        raise SystemExit(f"there was no step in which all {num_streams} rows decoded")
     return {
-        "streams": args.streams,
-        "tokens": args.tokens,
-        "rounds": args.rounds,
-        "stream": await measure_stream(args),
-        "served": await measure_served(args),
+        "tokens_per_s": answer["tokens"] / (answer["ended"] - taken["began"]),
+        "us_per_token": taken["cpu_us"] / len(steps) / num_streams,
+        "workers_us_per_token": workers_s / answer["tokens"] * 1e6,
+        "step_p50_us": median(steps),
+        "step_p99_us": steps[min(len(steps) - 1, len(steps) * 99 // 100)],
+        "steps": len(steps),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the public streams.")
-    parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
-    report = asyncio.run(bench(args))
-    print(f"{args.streams} streams of {args.tokens} tokens, medians of {args.rounds} rounds; µs: CPU time of the server")
-    show("stream", report["stream"])
-    show("served", report["served"])
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+async def bench(options: argparse.Namespace) -> Report:
+    """Everything, as one JSON object."""
+    report: Report = {
+        "benchmark": "streaming",
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "workers": WORKERS,
+        "machine": machine(*PACKAGES),
+        "stream": {},
+        "served": [],
+    }
+    for num_streams in options.streams:
+        progress(f"{num_streams:,} streams, no engine")
+        report["stream"][str(num_streams)] = await measure_stream(options, num_streams)
+        for step_ms in STEP_MS[:1] if options.quick else STEP_MS:
+            progress(f"{num_streams:,} streams, steps of {step_ms:g} ms")
+            kinds = await measure_served(options, num_streams, step_ms)
+            report["served"].append({"streams": num_streams, "step_ms": step_ms, "kinds": kinds})
+    report["aims"] = aims(report)
+    return report
+
+
+def aims(report: Report) -> list[Report]:
+    """What is aimed at, of what was measured."""
+    found = []
+    if alone := report["stream"].get(str(AIMED_STREAMS)):
+        name = f"Session, {AIMED_STREAMS} streams, no engine behind it: tokens/s"
+        found.append(aim(name, round(alone["Session"]["tokens_per_s"]), 300_000, at_most=False))
+    for case in report["served"]:
+        kinds = case["kinds"]
+        if case["streams"] != AIMED_STREAMS:
+            continue
+        if case["step_ms"] == 0:
+            name = f"{AIMED_STREAMS} streams behind a front end: CPU µs of the scheduler per token"
+            found.append(aim(name, kinds["front end"]["us_per_token"], 3, at_most=True))
+        if case["step_ms"] == AIMED_STEP_MS:
+            for kind in ("front end", "Session", "Generate"):
+                name = f"{AIMED_STREAMS} streams, {kind}, {AIMED_STEP_MS:g} ms a step: p99 of a step / without clients"
+                found.append(aim(name, kinds[kind]["step_p99_us"] / kinds["none"]["step_p99_us"], 2, at_most=True))
+    return found
+
+
+def print_report(report: Report) -> None:
+    """The tables for a reader; ratios are to Generate, those of p99 to a step without clients."""
+    for streams, kinds in report["stream"].items():
+        base = kinds["Generate"]
+        rows = [
+            [
+                kind, round(case["tokens_per_s"]), case["tokens_per_s"] / base["tokens_per_s"], case["us_per_token"],
+                case["us_per_token"] / base["us_per_token"],
+            ]
+            for kind, case in kinds.items()
+        ]  # fmt: skip
+        print_table(f"stream: {int(streams):,} streams", ("", "tokens/s", "x Generate", "µs/token", "x Generate"), rows)
+    header = ("", "tokens/s", "µs/token", "x Generate", "workers' µs/token", "step p50 µs", "p99 µs", "p99 x none")
+    for served in report["served"]:
+        base, none = served["kinds"]["Generate"], served["kinds"]["none"]
+        rows = [
+            [
+                kind, round(case["tokens_per_s"]), case["us_per_token"], case["us_per_token"] / base["us_per_token"],
+                case["workers_us_per_token"] if kind == "front end" else "-", round(case["step_p50_us"]),
+                round(case["step_p99_us"]), case["step_p99_us"] / none["step_p99_us"],
+            ]
+            for kind, case in served["kinds"].items()
+        ]  # fmt: skip
+        print_table(f"served: {served['streams']:,} streams, {served['step_ms']:g} ms a step", header, rows)
+    print_aims(report["aims"])
+
+
+def draw(report: Report, axes: list[Any]) -> None:
+    """CPU per token, and p99 of a step, at the smallest number of streams."""
+    cases = [case for case in report["served"] if case["streams"] == report["served"][0]["streams"]]
+    for axis, key, scale in ((axes[0], "us_per_token", 1), (axes[1], "step_p99_us", 1000)):
+        for index, kind in enumerate(KINDS):
+            places = [number + (index - 1.5) * 0.2 for number in range(len(cases))]
+            values = [case["kinds"][kind][key] / scale for case in cases]
+            bars = axis.bar(places, values, 0.19, label=kind, color=COLOURS[index])
+            axis.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=6, padding=1)
+        axis.set_xticks(range(len(cases)), [f"{case['step_ms']:g} ms" for case in cases])
+        axis.set_xlabel("step of the model")
+    axes[0].set_title(f"{cases[0]['streams']} streams: CPU µs of the scheduler per token")
+    axes[1].set_title("p99 of a step, ms")
+    axes[0].legend(frameon=False, fontsize=8)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--streams", type=int, nargs="+", help="requests at once  [default: 256 1024, with --quick 16]")
+    parser.add_argument("--rounds", type=int, help=f"rounds that count  [default: {ROUNDS}, with --quick 1]")
+    options = parser.parse_args()
+    options.streams = options.streams or ([16] if options.quick else [256, 1024])
+    options.rounds = options.rounds if options.rounds is not None else 1 if options.quick else ROUNDS
+    if min(options.rounds, *options.streams) < 1:
+        parser.error("--rounds and --streams take numbers from 1")
+    report = event_loop.run(bench(options))
+    print_report(report)
+    finish(report, options, 2, draw)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
