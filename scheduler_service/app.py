@@ -14,6 +14,8 @@ import structlog
 from pagemirror.addresses import is_local
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import DrainingError
+from scheduler_service.gateway.local_engine import LocalEngine
+from scheduler_service.gateway.server import GatewayServer
 from scheduler_service.metrics import Metrics
 from scheduler_service.public_server import HealthBoard, PublicServer
 from scheduler_service.settings import SchedulerSettings
@@ -86,18 +88,24 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     # Bound before anything slow: a port in use is told at once, and early clients wait in the backlog.
     front = PublicServer(settings, metrics, board)
     server, address = front.server, front.address
+    gateway = None if settings.gateway_listen is None else GatewayServer(settings, metrics, board)
     if settings.metrics_port is not None:
         host = settings.metrics_address
         log.info("serving_metrics", host=host, port=metrics.serve(host, settings.metrics_port))
     engine = EngineLoop(settings, metrics, board.show)
     front.add(engine)
+    if gateway is not None:
+        gateway.add(LocalEngine(engine))
+    servers = [server] if gateway is None else [server, gateway.server]
     parent = asyncio.create_task(stop.follow_parent(exit_with_parent)) if exit_with_parent else None
     try:
         with stop.installed():
             if not await first(engine.start(), stop.drain.wait()):
                 return 0
-            await server.start()
-            announce(f"pagemirror ready on {address} (model {engine.facts.model})")
+            for each in servers:
+                await each.start()
+            also = "" if gateway is None else f"; {gateway.api} on {gateway.address}"
+            announce(f"pagemirror ready on {address} (model {engine.facts.model}{also})")
             log.info("serving", address=address, runtime=settings.runtime, model=engine.facts.model)
             failed = await first(engine.failed.wait(), stop.drain.wait())
             if not failed:
@@ -106,12 +114,12 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
                 await first(engine.drain(settings.grace), stop.now.wait())
             # Streams are ended by us: a server that stops waits for them, and for ever where one is not read.
             engine.end_all(DrainingError())
-            await server.stop(_STOP_GRACE_S)
+            await asyncio.gather(*(each.stop(_STOP_GRACE_S) for each in servers))
             return 1 if failed else 0
     finally:
         if parent is not None:
             parent.cancel()
-        await server.stop(None)
+        await asyncio.gather(*(each.stop(None) for each in servers))
         await engine.stop()
         metrics.close()
 

@@ -40,7 +40,8 @@ class CallGate(aio.ServerInterceptor):
     """One server's gate. Must be made inside a running event loop.
 
     Args:
-        service: full name of the service whose calls `max_calls` limits.
+        service: full name of the service, or with a slash of the method, whose calls `max_calls` limits.
+        max_others: how many there may be of what is neither that nor a check of health.
         write_timeout_s: longest time for which one message may wait to be taken by the peer.
     """
 
@@ -51,13 +52,14 @@ class CallGate(aio.ServerInterceptor):
         *,
         tokens: TokenFile | None = None,
         max_calls: int = 1024,
+        max_others: int = MAX_OTHER_CALLS,
         write_timeout_s: float = 60.0,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
-        self._service = f"/{service}/"  # also the name of its kind of calls
+        self._service = f"/{service}" if "/" in service else f"/{service}/"  # also the name of its kind of calls
         self._metrics = metrics
         self._tokens = tokens
-        self._limits = {self._service: max_calls, _CHECK: MAX_CHECKS, "": MAX_OTHER_CALLS}
+        self._limits = {self._service: max_calls, _CHECK: MAX_CHECKS, "": max_others}
         self._open: Counter[str] = Counter()
         self._request_timeout_s = request_timeout_s
         self._watch = _StallWatch(write_timeout_s, metrics)

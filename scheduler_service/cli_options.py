@@ -30,6 +30,13 @@ class AnyPolicy(StrEnum):
     TAIL_ONLY = "tail_only"
 
 
+class GatewayApi(StrEnum):
+    """Workers that a gateway knows how to drive."""
+
+    TOKENSPEED = "tokenspeed"
+    VLLM = "vllm"
+
+
 class VerifyMode(StrEnum):
     """How often the runtime's mirror is compared."""
 
@@ -93,6 +100,13 @@ ServerTokens = Annotated[
     Path | None, typer.Option(help="Serve only clients that show a token of this file, which has one a line.")
 ]
 Insecure = Annotated[bool | None, typer.Option("--insecure", help="Listen without TLS where other machines can connect.")]
+GatewayListen = Annotated[
+    str | None, typer.Option(help="HOST:PORT or unix:/PATH to serve a gateway (smg) on, in plaintext.  [default: none]")
+]
+Api = Annotated[GatewayApi | None, typer.Option(help="What the gateway finds there.  [default: tokenspeed]")]
+GatewayTokenizer = Annotated[
+    Path | None, typer.Option(help="Folder of the tokenizer's files, for the gateway.  [default: as the runtime says]")
+]
 RuntimeTlsCa = Annotated[Path | None, typer.Option(help="Reach the runtime by TLS; its certificate is from this authority.")]
 RuntimeTlsCert = Annotated[Path | None, typer.Option(help="Certificate to show to the runtime.")]
 RuntimeTlsKey = Annotated[Path | None, typer.Option(help="Key of --runtime-tls-cert.")]

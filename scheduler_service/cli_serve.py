@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from scheduler_service.cli_options import (
+    Api,
     AttentionBackend,
     Check,
     ChunkSize,
     DumpDir,
     ExitWithParent,
+    GatewayListen,
+    GatewayTokenizer,
     Grace,
     GraphBuckets,
     Graphs,
@@ -230,6 +233,9 @@ def scheduler(
     max_unread_tokens: MaxUnreadTokens = None,
     write_timeout: WriteTimeout = None,
     keepalive: Keepalive = None,
+    gateway_listen: GatewayListen = None,
+    api: Api = None,
+    gateway_tokenizer: GatewayTokenizer = None,
     runtime_tls_ca: RuntimeTlsCa = None,
     runtime_tls_cert: RuntimeTlsCert = None,
     runtime_tls_key: RuntimeTlsKey = None,

@@ -167,6 +167,10 @@ class EngineLoop(StepLoop):
         self._changed()
         return freed
 
+    async def progressed(self) -> None:
+        """Return when a step was executed or a request has ended."""
+        await self._progress.wait()
+
     def _check_open(self) -> None:
         if self.failed.is_set():
             raise InternalError("the scheduler failed")

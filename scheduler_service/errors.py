@@ -8,6 +8,7 @@
     │   ├── DataLossError               the runtime's page rows were found damaged, and not for the first time
     │   ├── OutputUnreadError           the client did not take its tokens
     │   ├── ListingTooLargeError        an answer that no message can hold
+    │   ├── NoTokenizerError            the tokenizer's files are not on this machine
     │   └── RequestFailedError          the request's own step failed
     ├── RuntimeLinkError                the link to the runtime
     │   ├── RuntimeMismatchError        the two sides are configured differently; trying again cannot help
@@ -85,6 +86,15 @@ class ListingTooLargeError(ServiceError):
     def __init__(self, num_bytes: int, limit: int) -> None:
         self.num_bytes, self.limit = num_bytes, limit
         super().__init__(f"the rows in use take {num_bytes} bytes, a message has at most {limit}")
+
+
+class NoTokenizerError(ServiceError):
+    """The tokenizer's files are not here."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        where = f"there is no tokenizer.json in {path}" if path else "the model that is served has no tokenizer"
+        super().__init__(f"{where}; name a folder that has one with --gateway-tokenizer")
 
 
 class RequestFailedError(ServiceError):

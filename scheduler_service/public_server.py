@@ -28,17 +28,22 @@ _SPARE_CALLS = 64  # refused ones, while they are told so
 
 
 class HealthBoard:
-    """The health service: SERVING while a runtime serves us, under the empty name and under that of GenerationService."""
+    """The health service: SERVING while a runtime serves us, under the empty name and those of the services."""
 
     def __init__(self) -> None:
         self.servicer = health.aio.HealthServicer()
+        self._names = ["", SERVICE_NAME]
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, name: str) -> None:
+        """One more service; before the first `show`."""
+        self._names.append(name)
 
     def show(self, serving: bool) -> None:
         """Change the answer, from the next turn of the event loop on."""
         states = health_pb2.HealthCheckResponse
         status = states.SERVING if serving else states.NOT_SERVING
-        for name in ("", SERVICE_NAME):
+        for name in self._names:
             task = asyncio.ensure_future(self.servicer.set(name, status))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -33,6 +33,13 @@ class PublicSettings(BaseSettings):
     token_file: Path | None = None
     insecure: bool = False
 
+    gateway_listen: str | None = None
+    """Where a gateway is served, if any is."""
+    api: Literal["tokenspeed", "vllm"] = "tokenspeed"
+    """Whose worker the gateway finds there."""
+    gateway_tokenizer: Path | None = None
+    """Folder of the tokenizer's files on this machine; None: the one that the runtime names."""
+
     max_streams: int = Field(default=1024, ge=1, le=1_000_000)
     max_connections: int = Field(default=512, ge=1, le=1_000_000)
     max_message_mib: int = Field(default=16, ge=1, le=1024)
@@ -51,6 +58,20 @@ class PublicSettings(BaseSettings):
         check_address(value)
         return value
 
+    @field_validator("gateway_listen")
+    @classmethod
+    def _is_gateway_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_address(value)
+        return value
+
+    @field_validator("gateway_tokenizer")
+    @classmethod
+    def _has_tokenizer(cls, value: Path | None) -> Path | None:
+        if value is not None and not (value / "tokenizer.json").is_file():
+            raise ValueError("must be a folder with a tokenizer.json")
+        return value
+
     @field_validator("log_level")
     @classmethod
     def _is_level(cls, value: str) -> str:
@@ -67,6 +88,11 @@ class PublicSettings(BaseSettings):
             raise ValueError(
                 f"--listen {self.listen} can be reached from other machines, and without TLS they would read and change"
                 " everything; give --tls-cert and --tls-key, listen on 127.0.0.1 or unix:/PATH, or say --insecure"
+            )
+        if self.gateway_listen is not None and not self.insecure and not is_local(self.gateway_listen):
+            raise ValueError(
+                f"--gateway-listen {self.gateway_listen} can be reached from other machines, and a gateway speaks to its"
+                " workers without TLS and without a token; listen on 127.0.0.1 or unix:/PATH, or say --insecure"
             )
         return self
 
