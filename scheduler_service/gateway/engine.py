@@ -46,6 +46,11 @@ class EngineInfo:
     num_steps: int
 
     @property
+    def served_name(self) -> str:
+        """What clients call the model: of a folder its last name."""
+        return self.model.rstrip("/").rpartition("/")[2] or self.model
+
+    @property
     def capacity(self) -> int:
         """Tokens that fit into the pool."""
         return self.num_pages * self.page_size

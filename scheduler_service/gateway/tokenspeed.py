@@ -148,7 +148,7 @@ class TokenSpeedServicer(GatewayServicer):
             return tokenspeed_scheduler_pb2.GetModelInfoResponse(
                 model_path=info.model,
                 tokenizer_path=facts.tokenizer_path,
-                served_model_name=info.model,
+                served_model_name=info.served_name,
                 model_type=facts.model_type,
                 architectures=facts.architectures,
                 max_context_length=info.max_context,
@@ -166,7 +166,7 @@ class TokenSpeedServicer(GatewayServicer):
         async with statuses(context, "GetServerInfo"):
             info = await self.engine.info()
             args, scheduler = Struct(), Struct()
-            args.update({"served_model_name": info.model, "page_size": info.page_size, "max_running_requests": info.max_rows})
+            args.update({"served_model_name": info.served_name, "page_size": info.page_size, "max_running_requests": info.max_rows})
             scheduler.update({"max_total_num_tokens": info.capacity, "max_req_input_len": info.max_prompt_len})
             started = Timestamp()
             started.FromNanoseconds(int(self.started_at * 1e9))

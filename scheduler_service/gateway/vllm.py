@@ -148,7 +148,7 @@ class VllmServicer(GatewayServicer):
                 is_generation=True,
                 max_context_length=info.max_context,
                 vocab_size=info.vocab_size,
-                served_model_name=info.model,
+                served_model_name=info.served_name,
                 tokenizer_path=facts.tokenizer_path,
                 model_type=facts.model_type,
                 architectures=facts.architectures,

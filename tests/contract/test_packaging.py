@@ -126,18 +126,25 @@ def test_metadata_keeps_torch_in_an_extra(wheel: Path) -> None:
 
 
 def test_scheduler_imports_without_torch(scheduler_python: Path, tmp_path: Path, env: dict[str, str]) -> None:
-    """Every module of the scheduler imports in an environment that has no torch at all."""
+    """Every module of the scheduler imports in an environment that has no torch and no extra, but the gateway's servicers."""
     code = """
 import importlib, importlib.util, json, pkgutil
 import scheduler_service
 found = pkgutil.walk_packages(scheduler_service.__path__, "scheduler_service.")
 names = [module.name for module in found if not module.name.endswith("__main__")]
+need_stubs = []
 for name in names:
-    importlib.import_module(name)
-print(json.dumps({"names": names, "torch": importlib.util.find_spec("torch") is not None}))
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "smg_grpc_proto":
+            raise
+        need_stubs.append(name.removeprefix("scheduler_service.gateway."))
+print(json.dumps({"names": names, "need_stubs": need_stubs, "torch": importlib.util.find_spec("torch") is not None}))
 """
     told = json.loads(_run([scheduler_python, "-I", "-c", code], tmp_path, env))
     assert told["torch"] is False
+    assert set(told["need_stubs"]) <= {"servicer", "tokenspeed", "vllm", "kv_events"}
     assert {"scheduler_service.cli", "scheduler_service.core.scheduler"} <= set(told["names"])
 
 
@@ -146,6 +153,23 @@ def test_command_line_works_without_torch(scheduler_python: Path, tmp_path: Path
     text = _run([scheduler_python.with_name("pagemirror"), "--help"], tmp_path, env | {"COLUMNS": "120", "NO_COLOR": "1"})
     for command in ("scheduler", "runtime", "up", "generate", "rows", "simulate", "demo"):
         assert command in text
+
+
+def test_gateway_without_its_extra_says_what_to_install(scheduler_python: Path, tmp_path: Path, env: dict[str, str]) -> None:
+    """The plain install has no stubs of the gateway: the option that needs them names the extra, before anything is waited for."""
+    command = [scheduler_python.with_name("pagemirror"), "scheduler", "--runtime", "127.0.0.1:1", "--listen", "127.0.0.1:0"]
+    done = subprocess.run(
+        [*command, "--gateway-listen", "127.0.0.1:0"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: --gateway-listen needs packages")
+    assert "pagemirror[gateway]" in done.stderr
 
 
 def test_simulate_without_torch_says_what_to_install(
