@@ -43,40 +43,47 @@ class Detokenizer:
         context: tokens before the first, whose text is not wanted.
     """
 
-    __slots__ = ("_decode", "_known", "_num_known", "_window")
+    __slots__ = ("_decode", "_given", "_num_known", "_text", "_window")
 
     def __init__(self, decode: Decode, context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(context[-_NUM_CONTEXT:])  # tokens whose text was given, then tokens held back
+        self._window = list(context[-_NUM_CONTEXT:])  # tokens before, then tokens that end in the middle of a character
         self._num_known = len(self._window)
-        self._known = decode(self._window)
+        self._text = decode(self._window)
+        self._given = len(self._text)  # characters of it that are given or not wanted
 
     def push(self, token: int) -> str:
         """The text that is certain with this token."""
         window = self._window
         window.append(token)
         text = self._decode(window)
-        if text == self._known:  # a special token, or none of this vocabulary: it adds nothing to any text
-            window.pop()
-            return ""
         if not text.endswith(_REPLACEMENT):
-            return self._give(len(window), text)
-        if len(window) - self._num_known <= _MAX_HELD:
-            return ""
-        # These never become a character. Given up to where one ends, or else but for what may still become one.
-        for stop in range(len(window) - 1, self._num_known, -1):
-            text = self._decode(window[:stop])
-            if not text.endswith(_REPLACEMENT):
-                return self._give(stop, text)
-        stop = len(window) - _MAX_PART
-        return self._give(stop, self._decode(window[:stop]))
+            if text == self._text:  # a special token, or none of this vocabulary: it adds nothing to any text
+                window.pop()
+                return ""
+            return self._slide(len(window), text)
+        if len(window) - self._num_known > _MAX_HELD:
+            # These never become a character. They are done with up to where one ends, or else but for what may still be one.
+            for stop in range(len(window) - 1, self._num_known, -1):
+                part = self._decode(window[:stop])
+                if not part.endswith(_REPLACEMENT):
+                    return self._slide(stop, part)
+            stop = len(window) - _MAX_PART
+            return self._slide(stop, self._decode(window[:stop]))
+        self._text = text
+        certain = len(text.rstrip(_REPLACEMENT))
+        piece = text[self._given : certain]
+        self._given = max(self._given, certain)
+        return piece
 
-    def _give(self, stop: int, text: str) -> str:
-        """The text of the tokens up to `stop`, as far as it was not given yet; `text` is all of it."""
-        piece = text[len(self._known) :]
+    def _slide(self, stop: int, text: str) -> str:
+        """Be done with the tokens up to `stop`, whose text is `text`: what of it was not given. They precede what comes."""
+        piece, more = text[self._given :], max(0, self._given - len(text))
         self._window = self._window[self._num_known :]
         self._num_known = stop - self._num_known
-        self._known = self._decode(self._window[: self._num_known])
+        known = self._decode(self._window[: self._num_known])
+        self._given = len(known) + more
+        self._text = known if self._num_known == len(self._window) else self._decode(self._window)
         return piece
 
 

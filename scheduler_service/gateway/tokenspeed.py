@@ -166,7 +166,9 @@ class TokenSpeedServicer(GatewayServicer):
         async with statuses(context, "GetServerInfo"):
             info = await self.engine.info()
             args, scheduler = Struct(), Struct()
-            args.update({"served_model_name": info.served_name, "page_size": info.page_size, "max_running_requests": info.max_rows})
+            args.update(
+                {"served_model_name": info.served_name, "page_size": info.page_size, "max_running_requests": info.max_rows}
+            )
             scheduler.update({"max_total_num_tokens": info.capacity, "max_req_input_len": info.max_prompt_len})
             started = Timestamp()
             started.FromNanoseconds(int(self.started_at * 1e9))
