@@ -156,7 +156,7 @@ def test_command_line_works_without_torch(scheduler_python: Path, tmp_path: Path
 
 
 def test_gateway_without_its_extra_says_what_to_install(scheduler_python: Path, tmp_path: Path, env: dict[str, str]) -> None:
-    """The plain install has no stubs of the gateway: the option that needs them names the extra, before anything is waited for."""
+    """The plain install has no stubs of the gateway: the option that needs them names the extra, at once."""
     command = [scheduler_python.with_name("pagemirror"), "scheduler", "--runtime", "127.0.0.1:1", "--listen", "127.0.0.1:0"]
     done = subprocess.run(
         [*command, "--gateway-listen", "127.0.0.1:0"],
