@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Protocol
 
 from scheduler_service.core.ops import Int32Array, TokenLogprobs
@@ -47,8 +48,8 @@ class EngineInfo:
 
     @property
     def served_name(self) -> str:
-        """What clients call the model: of a folder its last name."""
-        return self.model.rstrip("/").rpartition("/")[2] or self.model
+        """What clients of the gateway call the model: of a folder its own name, without the way there."""
+        return PurePath(self.model).name or self.model
 
     @property
     def capacity(self) -> int:

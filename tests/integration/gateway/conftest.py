@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -23,6 +24,7 @@ from smg_grpc_proto.generated import (
 from tokenizers import Tokenizer, models
 from tokenizers.decoders import Fuse, Replace
 from tokenizers.decoders import Sequence as Decoders
+from tokenizers.pre_tokenizers import Split
 
 from runtime_service import app as runtime_app
 from runtime_service.executors.base import Capacity
@@ -102,6 +104,11 @@ class Gateway:
     channel: grpc.aio.Channel
     engine: EngineLoop
     address: str
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens that the engine has put out so far, for anybody."""
+        return self.engine.metrics.registry.get_sample_value("pagemirror_generated_tokens_total") or 0.0
 
     async def run(self, *args: Any, **options: Any) -> tuple[list[list[int]], Any]:
         """One request of one completion: the tokens of each chunk, and its end."""
@@ -190,12 +197,21 @@ def gateway(both_services: Callable[..., Any], api: str) -> Callable[..., Abstra
 
 
 @pytest.fixture(scope="session")
+def serve_port() -> Callable[..., AbstractAsyncContextManager[Gateway]]:
+    """The gateway's port over an engine that runs already."""
+    return serve
+
+
+@pytest.fixture(scope="session")
 def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer for the fingerprint model: token n is written "w<n> "."""
+    """A folder with a tokenizer for the fingerprint model: a prompt has n as "w<n>_", an answer as "w<n> "."""
     folder = tmp_path_factory.mktemp("words")
     tokenizer = Tokenizer(models.WordLevel({f"w{n}_": n for n in range(VOCAB_SIZE)}, unk_token="w0_"))
+    tokenizer.pre_tokenizer = Split("_", "merged_with_previous")
     tokenizer.decoder = Decoders([Replace("_", " "), Fuse()])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"model_max_length": 128}')
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "weights.bin").write_bytes(b"not for a gateway")
     return folder
