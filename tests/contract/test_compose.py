@@ -155,7 +155,8 @@ def test_settings_of_the_services_are_settings(services: dict[str, Service], mon
                 patch.delenv(key)
             for key, value in environment.items():
                 patch.setenv(key, value)
-            settings = kind()
+            assert services[name]["command"] == ["--insecure"]
+            settings = kind(insecure=True)
         unknown = {key.removeprefix(prefix).lower() for key in environment} - set(kind.model_fields)
         assert unknown <= {"api", "gateway_listen"}, name
         assert settings.listen.startswith("0.0.0.0:")
