@@ -6,9 +6,10 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
 
+from pagemirror.addresses import is_local
 from pagemirror.unreadable import UnreadableMessages
 from scheduler_service.call_gate import MAX_CHECKS, MAX_OTHER_CALLS, CallGate
-from scheduler_service.channels import bind, is_local, server_options
+from scheduler_service.channels import bind, server_options
 from scheduler_service.errors import StartError
 from scheduler_service.gateway.engine import GatewayEngine
 from scheduler_service.gateway.tokenizer_files import TokenizerFiles
