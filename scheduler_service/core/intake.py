@@ -7,6 +7,7 @@ were left meanwhile, are looked at one by one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -152,8 +153,8 @@ class ResultIntake:
     def _accept(self, indices: npt.NDArray[np.intp], tokens: Int32Array, requests: list[Request]) -> list[tuple[Request, bool]]:
         """Append one token each to requests that still hold the row they ran in; returns what `_ends` does."""
         values: list[int] = tokens.tolist()
-        for request, token in zip(requests, values, strict=True):
-            request.tokens.append(token)
+        self.late.hand_out()
+        any(map(array.append, [request.stored for request in requests], values))  # which all return None
         self._placement.rows.num_known[indices] += 1
         self.outputs.requests += requests
         self.outputs.tokens += values

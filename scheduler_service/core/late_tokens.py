@@ -49,9 +49,13 @@ class LateTokens:
             return
         stored = [request.stored for request in self._requests]
         lengths = list(map(len, stored))
-        parts = self._lines[: self.count].T.copy().view(np.uint8)  # [R, 4 * count]
+        lines = self._lines[: self.count]
         try:
-            any(map(array.frombytes, stored, parts))  # which all return None
+            # The calls all return None.
+            if self.count == 1:
+                any(map(array.append, stored, lines[0].tolist()))
+            else:
+                any(map(array.frombytes, stored, lines.T.copy().view(np.uint8)))
             self.count = 0
         except BaseException:
             for tokens, length in zip(stored, lengths, strict=True):

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
 from scheduler_service.core.lone_op import lone_op
-from scheduler_service.core.op_parts import EVENT_OF_CAUSE, NO_TOKENS, lease_start, move_extend, released_rows
+from scheduler_service.core.op_parts import EVENT_OF_CAUSE, NO_TOKENS, input_ids, lease_start, move_extend, released_rows
 from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, UInt64Array
 from scheduler_service.core.placement import Placement
 from scheduler_service.core.policy import Choice
@@ -58,23 +58,25 @@ def build_op(placement: Placement, choice: Choice, session_no: int, step: int) -
 
 def _steady_op(placement: Placement, steady: SteadyRows, session_no: int, step: int) -> ForwardOp:
     """The rows of the step before, each one token further."""
-    op = ForwardOp(
-        session_no=session_no,
-        step=step,
-        req_pool_indices=steady.indices,
-        row_generations=steady.generations,
-        row_lens=steady.row_lens,
-        begins=steady.begins,
-        sizes=steady.sizes,
-        full_refresh=steady.no_flags,
-        occupied_pages=steady.pages,
-        num_computed=steady.num_computed,
-        num_extend_rows=0,
-        input_lens=steady.ones,
-        input_ids=NO_TOKENS,
-        sample=steady.all_flags,
-        released_rows=released_rows(placement),
-        requests=steady.requests,
+    op = ForwardOp(  # fields in their order: names would take another µs
+        session_no,
+        step,
+        steady.indices,
+        steady.generations,
+        steady.row_lens,
+        steady.begins,
+        steady.sizes,
+        steady.no_flags,
+        steady.pages,
+        steady.num_computed,
+        0,
+        steady.ones,
+        NO_TOKENS,
+        steady.all_flags,
+        released_rows(placement),
+        [],
+        steady.requests,
+        [],
         num_logprobs=steady.num_logprobs,
         steady=steady,
         num_ended=placement.rows.num_ended,
@@ -181,7 +183,7 @@ def _input_ids(choice: Choice, requests: list[Request], num_computed: Int32Array
     if not choice.extends:
         return NO_TOKENS
     parts = [
-        request.token_slice(start, start + extend.input_len)
+        input_ids(extend, request, start)
         for extend, request, start in zip(choice.extends, requests, num_computed.tolist(), strict=False)
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

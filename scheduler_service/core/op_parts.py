@@ -56,6 +56,13 @@ def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseSt
     )
 
 
+def input_ids(extend: Extend, request: Request, num_computed: int) -> Int32Array:
+    """The tokens that the row computes."""
+    stop = num_computed + extend.input_len
+    known = extend.known
+    return request.token_slice(num_computed, stop) if known is None else known[num_computed:stop]
+
+
 def move_extend(placement: Placement, extend: Extend, request: Request, *, whole: bool) -> None:
     """The row's tokens are planned; `whole`: all that are known."""
     placement.keep(request)

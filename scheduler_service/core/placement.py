@@ -80,12 +80,17 @@ class Placement:
         free = self.pool.take(num_free)
         return free if num_free == count else np.concatenate((free, self.take(count - num_free)))
 
-    def match(self, request: Request) -> Match | None:
-        """The request's cached prefix; the last known token is never matched, since its logits are wanted."""
+    def match(self, request: Request, known: Int32Array | None = None) -> Match | None:
+        """The request's cached prefix; the last known token is never matched, since its logits are wanted.
+
+        Args:
+            known: all known tokens of the request; None: they have yet to be copied.
+        """
         if not request.prefix_cache:
             return None
-        tokens = request.token_slice(0, len(request.tokens) - 1)
-        return self.cache.match_prefix(tokens, request.cache_namespace)
+        if known is None:
+            known = request.token_slice(0, len(request.tokens))
+        return self.cache.match_prefix(known[:-1], request.cache_namespace)
 
     def enter(self, request: Request, match: Match | None, num_tokens: int) -> int:
         """Give the request a row that starts with `match` and has pages for `num_tokens`; returns the row number."""

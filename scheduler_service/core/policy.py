@@ -42,6 +42,7 @@ class Extend:
     row: int
     input_len: int
     cause: Cause
+    known: Int32Array | None = None  # all known tokens, where they have been copied already
 
 
 @dataclass(slots=True)
@@ -295,8 +296,9 @@ class Planner:
         circumstances = (request, placement.cache.clock)
         if circumstances == self._refusal and self._refused_need + watermark > placement.num_available:
             return False
-        num_known = len(request.tokens)
-        match = placement.match(request)
+        known = request.token_slice(0, len(request.tokens))
+        num_known = len(known)
+        match = placement.match(request, known)
         matched, evictable = (len(match.pages), match.num_evictable) if match is not None else (0, 0)
         need = placement.pages_for(num_known) - matched
         if need + watermark > placement.num_available - evictable:
@@ -313,6 +315,6 @@ class Planner:
             request.was_admitted = True
             request.cached_tokens = cached
         row = placement.enter(request, match, cached + input_len)
-        self._choice.extends.append(Extend(row, input_len, cause))
+        self._choice.extends.append(Extend(row, input_len, cause, known))
         self._budget -= input_len
         return True

@@ -72,9 +72,10 @@ class RowTable:
         self.page_size = page_size
         self.pages: Int32Array = np.zeros((size, max_pages_per_row), dtype=np.int32)
         self.sent_pages: Int32Array | None = np.zeros_like(self.pages) if keep_sent else None
-        # The columns below are lines of two blocks, each copied in one go.
-        numbers = self._numbers = np.zeros((10, size), dtype=np.int32)
-        flags = self._flags = np.zeros((3, size), dtype=np.uint8)
+        # The columns below are lines of two blocks, and both are one piece of memory, copied in one go.
+        self._columns = np.zeros((10 * 4 + 3) * size, dtype=np.uint8)
+        numbers = self._numbers = self._columns[: 10 * 4 * size].view(np.int32).reshape(10, size)
+        flags = self._flags = self._columns[10 * 4 * size :].reshape(3, size)
         self.num_pages: Int32Array = numbers[NUM_PAGES]
         self.num_tree: Int32Array = numbers[NUM_TREE]  # leading entries that the prefix tree owns
         self.sent_len: Int32Array = numbers[SENT_LEN]  # pages sent in this lease
@@ -270,16 +271,16 @@ class RowTable:
         self._free = list(range(self.max_rows, 0, -1))
 
     def _snapshot(self) -> Restore:
-        numbers, flags, num_asking = self._numbers.copy(), self._flags.copy(), self.num_asking
+        columns, num_asking = self._columns.copy(), self.num_asking
 
         def restore() -> None:
             self.version += 1
             # Behind what the rows had, something may have been appended.
+            numbers = columns[: self._numbers.nbytes].view(np.int32).reshape(self._numbers.shape)
             touched = (numbers[LIVE_GENERATION] != 0) | (numbers[GENERATION] != self.generation)
             for row in touched.nonzero()[0].tolist():
                 self.pages[row, numbers[NUM_PAGES, row] :] = 0
-            self._numbers[:] = numbers
-            self._flags[:] = flags
+            self._columns[:] = columns
             self.num_asking = num_asking
 
         return restore
