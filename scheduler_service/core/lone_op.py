@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from scheduler_service.core.choice import Extend
 from scheduler_service.core.config import RefreshPolicy
 from scheduler_service.core.op_parts import EVENT_OF_CAUSE, input_ids, lease_start, move_extend, released_rows
 from scheduler_service.core.ops import BoolArray, Cause, ForwardOp
 from scheduler_service.core.placement import Placement
-from scheduler_service.core.policy import Extend
 from scheduler_service.core.request import Request
 from scheduler_service.core.states import transition_of
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_service.core.choice import Choice
 from scheduler_service.core.config import RefreshPolicy, Verify
 from scheduler_service.core.digests import row_digests
 from scheduler_service.core.lone_op import lone_op
 from scheduler_service.core.op_parts import EVENT_OF_CAUSE, NO_TOKENS, input_ids, lease_start, move_extend, released_rows
 from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array, UInt64Array
 from scheduler_service.core.placement import Placement
-from scheduler_service.core.policy import Choice
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import (
     DIRTY,

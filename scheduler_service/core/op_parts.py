@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from scheduler_service.core.choice import Extend
 from scheduler_service.core.ops import GREEDY, Cause, Int32Array, LeaseStart
 from scheduler_service.core.placement import Placement
-from scheduler_service.core.policy import Extend
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase
 from scheduler_service.core.states import Event, State

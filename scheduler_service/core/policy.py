@@ -19,10 +19,10 @@ has the row, pages, locks and lengths it had before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from scheduler_service.core.choice import NO_ROWS, Choice, Extend
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.ops import BoolArray, Cause, ForwardOp, Int32Array
 from scheduler_service.core.placement import Placement
@@ -31,31 +31,7 @@ from scheduler_service.core.row_table import Phase
 from scheduler_service.core.steady import Steadiness, SteadyRows
 from scheduler_service.core.waiting import RetractedList, WaitingQueue
 
-_NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
 _PREFILLING, _PREFILL_DONE = np.uint8(Phase.PREFILLING), np.uint8(Phase.PREFILL_DONE)
-
-
-@dataclass(slots=True)
-class Extend:
-    """A row that computes known tokens in this step."""
-
-    row: int
-    input_len: int
-    cause: Cause
-    known: Int32Array | None = None  # all known tokens, where they have been copied already
-
-
-@dataclass(slots=True)
-class Choice:
-    """Rows of one step; their pages are granted, nothing else of them is advanced yet."""
-
-    extends: list[Extend] = field(default_factory=list)
-    decodes: Int32Array = field(default_factory=lambda: _NO_ROWS)
-    steady: SteadyRows | None = None  # what is known of `decodes` beforehand
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.extends and not len(self.decodes)
 
 
 class Planner:
@@ -91,7 +67,7 @@ class Planner:
 
     def choose(self, plan_no: int, *, idle: bool, alone: Request | None = None) -> Choice:
         """The rows of step `plan_no`; `idle`: no op is in flight; `alone`: a request that must have a step to itself."""
-        self._choice = Choice([], _NO_ROWS)
+        self._choice = Choice([], NO_ROWS)
         self._budget = self.token_budget
         self._lease_bytes = self._num_leases = 0
         if alone is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from scheduler_service.core.choice import Choice
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
     CacheInUseError,
@@ -34,7 +35,7 @@ from scheduler_service.core.ops import GREEDY, ForwardOp, Int32Array, SamplingPa
 from scheduler_service.core.page_pool import PoolStats
 from scheduler_service.core.parameters import check_labels, check_parameters
 from scheduler_service.core.placement import Placement
-from scheduler_service.core.policy import Choice, Planner
+from scheduler_service.core.policy import Planner
 from scheduler_service.core.request import FinishReason, Request, check_prompt, output_limit
 from scheduler_service.core.states import State
 from scheduler_service.core.suspects import Suspects

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_service.core.choice import Choice
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.errors import (
     BadParameterError,
@@ -24,7 +25,6 @@ from scheduler_service.core.errors import (
     RequestError,
 )
 from scheduler_service.core.page_pool import PoolStats
-from scheduler_service.core.policy import Choice
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.core.states import State
 
