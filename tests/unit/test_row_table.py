@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from scheduler_service.core.errors import PageAccountingError
+from scheduler_service.core.journal import Journal
 from scheduler_service.core.ops import Int32Array
 from scheduler_service.core.row_table import Phase, RowTable
 
@@ -255,3 +256,26 @@ def test_reset_ends_every_lease(rows: RowTable) -> None:
     assert not rows.live_generation.any()
     assert not rows.num_pages.any()
     assert not rows.pages.any()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_failed_change_appended_is_gone(ends: bool) -> None:
+    """Pages that rows were given in a change that fails are in no row after it, also if a row was given back meanwhile."""
+    journal = Journal()
+    rows = RowTable(max_rows=3, max_pages_per_row=4, page_size=2, journal=journal)
+    held = rows.begin_lease()
+    rows.append(held, _ids(5))
+    before = _view(rows)
+
+    def change() -> None:
+        new = rows.begin_lease()
+        rows.append(new, _ids(6, 7))
+        rows.append_one_each(_ids(held, new), _ids(8, 9))
+        if ends:
+            rows.end_lease(held)
+            rows.end_lease(new)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        journal.run(change)
+    assert _view(rows) == before
