@@ -51,9 +51,9 @@ class Journal:
 
     def keep(self, thing: Saved) -> None:
         """`thing` is about to be changed. What it is the first time in a change is noted: that is what is put back last."""
-        if self.is_open and thing not in self._kept:
+        if self.is_open and thing not in (kept := self._kept):
             self._undo.append(thing.saved())
-            self._kept.add(thing)
+            kept.add(thing)
 
     def put(self, mapping: dict[K, T], key: K, value: T | None) -> None:
         """`mapping[key] = value`, to be taken back with the change; None removes the key."""

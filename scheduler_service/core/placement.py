@@ -6,6 +6,7 @@ Each method is one whole move of one row and leaves the three consistent. When t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ class Placement:
         self.config = config
         self.page_size = config.page_size
         self.journal = Journal()
+        self.keep: Callable[[Request], None] = self.journal.keep
+        """The request is about to be changed: note what it is now."""
         self.pool = PagePool(config.num_pages, self.journal)
         self.cache = RadixCache(config.page_size, self.journal)
         keep_sent = keep_sent or config.refresh_policy is RefreshPolicy.DIFF
@@ -211,10 +214,6 @@ class Placement:
         self.request_of_row[row] = None
         self.rows.end_lease(row)
         self.released_rows.append(row)
-
-    def keep(self, request: Request) -> None:
-        """The request is about to be changed: note what it is now."""
-        self.journal.keep(request)
 
     def _snapshot(self) -> Restore:
         released_rows = self.released_rows.copy()

@@ -286,11 +286,10 @@ class Planner:
             return False
         self._lease_bytes, self._num_leases = lease_bytes, self._num_leases + 1
         input_len = min(config.chunk_size, self._budget, num_known - cached)
+        row = placement.enter(request, match, cached + input_len)
         if not request.was_admitted:
-            placement.keep(request)
             request.was_admitted = True
             request.cached_tokens = cached
-        row = placement.enter(request, match, cached + input_len)
         self._choice.extends.append(Extend(row, input_len, cause, known))
         self._budget -= input_len
         return True

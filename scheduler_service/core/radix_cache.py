@@ -78,7 +78,7 @@ class RadixCache:
         """The longest cached prefix of `tokens`, in whole pages. May split a node; locks nothing and refreshes no age."""
         node, parts, evictable = self._find_root(namespace), [], 0
         position = 0
-        while (child := node.children.get(key := self.key(tokens, position))) is not None:
+        while node.children and (child := node.children.get(key := self.key(tokens, position))) is not None:
             shared = self._shared_pages(child, tokens, position)
             if shared < len(child.pages):
                 child = self._split(child, shared, key)

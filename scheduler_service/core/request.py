@@ -235,6 +235,8 @@ def output_limit(prompt_len: int, max_tokens: int, config: SchedulerConfig) -> t
 
     A request that returns k tokens stores prompt_len + k - 1 positions: the last token needs no KV.
     """
+    if prompt_len + max_tokens <= min(config.max_context or _INT32_MAX, config.room):
+        return max_tokens, FinishReason.LENGTH
     by_row = config.max_pages_per_row * config.page_size - prompt_len + 1
     by_pool = config.num_pages * config.page_size - prompt_len + 1
     by_context = config.max_context - prompt_len if config.max_context else max_tokens

@@ -60,10 +60,10 @@ def test_both_builders_say_the_same(policy: RefreshPolicy, verify: Verify, monke
     options: dict[str, Any] = {"num_pages": 8, "max_rows": 3, "page_size": 2, "chunk_size": 3, "overlap_depth": 0}
     config = SchedulerConfig(**DEFAULTS | options | {"refresh_policy": policy, "verify": verify})
     lone = 0
-    for seed in range(8):
+    for seed in range(3):
         quick = _story(Driver(config), seed)
         with monkeypatch.context() as patch:
             patch.setattr(op_builder, "lone_op", _general)
             assert _story(Driver(config), seed) == quick
         lone += sum(len(causes) == 1 for _, causes, *_ in quick)
-    assert lone > 50
+    assert lone > 20
