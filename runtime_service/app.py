@@ -7,13 +7,16 @@ the health service can say NOT_SERVING meanwhile, and everything that touches th
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import logging
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import structlog
 from grpc import aio
@@ -196,12 +199,19 @@ def configure_logging(settings: RuntimeSettings) -> None:
     )
 
 
+def _run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Like asyncio.run, on uvloop where it is installed (extra `fast`)."""
+    fast = importlib.util.find_spec("uvloop") is not None
+    with asyncio.Runner(loop_factory=importlib.import_module("uvloop").new_event_loop if fast else None) as runner:
+        runner.run(main)
+
+
 def run(settings: RuntimeSettings) -> int:
     """The whole life of a runtime process; returns its exit status: 0 when asked to end, 1 when it could not serve."""
     configure_logging(settings)
     thread = ExecutionThread()
     try:
-        asyncio.run(serve(settings, thread))
+        _run_loop(serve(settings, thread))
         status = 0
     except RuntimeServiceError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -5,12 +5,14 @@ beat puts a heartbeat into the writer's queue every interval, whatever the execu
 thing the execution thread looks at: a job whose session is no longer the stream's is dropped before it runs, and a result that
 comes too late is discarded.
 
-An op is a job in two halves, launch and collect, so up to `overlap_depth + 1` steps are on the device at once.
+An op is a job in two halves, launch and collect, so up to `overlap_depth + 1` steps are on the device at once. Where a model's
+steps are short, the reader runs an op itself while the execution thread is idle: the way there and back would cost more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,8 @@ import structlog
 from runtime_service import wire
 from runtime_service.errors import Refusal, shorten
 from runtime_service.execution import ExecutionThread
-from runtime_service.step_runner import PendingStep, StepRunner
+from runtime_service.pending_step import PendingStep
+from runtime_service.step_runner import StepRunner
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +32,10 @@ MAX_UNANSWERED_OPS = 16
 """Ops read and not yet answered; a scheduler that keeps to its overlap_depth has at most 3. Beyond, reading pauses."""
 MAX_UNANSWERED_RESETS = 16
 """Likewise for resets, of which a scheduler has one at a time."""
+SHORT_STEP_S = 2e-3
+"""An op that the reader ran and that took longer sends the next ones to the execution thread, ..."""
+LONG_STEPS = 50
+"""... so many of them: the event loop has heartbeats to send."""
 WRITE_TIMEOUT_S = 60.0
 """A scheduler that reads nothing for so long loses its stream, so that another one can be served."""
 
@@ -72,7 +79,10 @@ class ExecuteStream:
         thread: ExecutionThread,
         runner: StepRunner,
         write_timeout_s: float = WRITE_TIMEOUT_S,
+        *,
+        short_steps: bool = False,
     ) -> None:
+        """`short_steps`: see `ModelInfo`."""
         self.scheduler_epoch = hello.scheduler_epoch
         self.session_no = hello.session_no
         """Number of the present session; 0 once the stream is over."""
@@ -85,6 +95,8 @@ class ExecuteStream:
         self._room = asyncio.Semaphore(MAX_UNANSWERED_OPS)
         self._reset_room = asyncio.Semaphore(MAX_UNANSWERED_RESETS)
         self._write_timeout_s = write_timeout_s
+        self._short_steps = short_steps
+        self._num_long = 0  # ops that go to the execution thread whatever it does
         self._beat_queued = False
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -158,7 +170,12 @@ class ExecuteStream:
             if self.session_no == 0:
                 return  # over, though this task is not cancelled yet; what it reads must not touch a successor's session
             if kind == "op":
-                self._submit_op(request.op)
+                if self._short_steps and self._run_op(request.op):
+                    await asyncio.sleep(0)  # the answer goes out first
+                    if self.session_no:
+                        self._runner.prepare()
+                else:
+                    self._submit_op(request.op)
             elif kind == "reset":
                 self._submit_reset(request.reset.session_no)
             else:
@@ -171,6 +188,27 @@ class ExecuteStream:
     def _submit_op(self, message: wire.ForwardOpMessage) -> None:
         launch = partial(self._launch_op, message, self.session_no)
         self._thread.call_in_halves(launch, self._overlap_depth + 1, self._answer_op)
+
+    def _run_op(self, message: wire.ForwardOpMessage) -> bool:
+        """Do here what the execution thread would do, if it is idle and steps are short."""
+        if not self._thread.is_idle:
+            return False
+        if self._num_long:
+            self._num_long -= 1
+            return False
+        begin = time.perf_counter()
+        response = None
+        try:
+            response = self._launch_op(message, self.session_no).finish()
+        except Exception as error:
+            self._end_by(error)
+        if response is not None:
+            self._outbox.put_nowait((response, self._room))
+        else:
+            self._room.release()
+        if time.perf_counter() - begin > SHORT_STEP_S:
+            self._num_long = LONG_STEPS
+        return True
 
     def _submit_reset(self, session_no: int) -> None:
         if session_no <= self.session_no:
@@ -188,7 +226,7 @@ class ExecuteStream:
             return _LaunchedOp(self, session_no, None)
         runner = self._runner
         try:
-            op = wire.op_from_proto(message)
+            op = wire.op_from_proto(message, runner.foreseen)
         except Refusal as refusal:
             return _LaunchedOp(self, session_no, runner.refuse(refusal))
         return _LaunchedOp(self, session_no, runner.launch(op))
@@ -221,14 +259,17 @@ class ExecuteStream:
             return
         error = future.exception()
         if error is not None:
-            log.error("answering failed", exc_info=error)
-            self.end(grpc.StatusCode.INTERNAL, "an error inside the runtime; see its log")
+            self._end_by(error)
             return
         response = future.result()
         if response is not None:
             self._outbox.put_nowait((response, frees))
         else:
             frees.release()
+
+    def _end_by(self, error: BaseException) -> None:
+        log.error("answering failed", exc_info=error)
+        self.end(grpc.StatusCode.INTERNAL, "an error inside the runtime; see its log")
 
     async def _write(self, write: Write) -> None:
         while (entry := await self._outbox.get()) is not None:

@@ -1,6 +1,7 @@
 """The one thread that touches mirror, KV cache and model: jobs run one after another, in the order in which they are given.
 
-Nothing that reads or writes their state runs anywhere else, so a page or row freed by one job may be granted by the next.
+Nothing that reads or writes their state runs anywhere else, so a page or row freed by one job may be granted by the next. While
+the thread is idle the event loop may take its place: steps that are shorter than the way to the thread and back run there.
 
 A job may be in two halves: the first queues work on the device, the second waits for it. The thread runs the first half of the
 next such job before the second half of the last one, so that the device always has something to do; second halves run in
@@ -84,6 +85,7 @@ class ExecutionThread:
     def __init__(self, name: str = "execution") -> None:
         self._jobs = _Jobs()
         self._pending: deque[tuple[_Job[Any], SecondHalf[Any]]] = deque()
+        self._num_unanswered = 0  # known to the event loop alone
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -113,8 +115,16 @@ class ExecutionThread:
     ) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
+        self._num_unanswered += 1
         self._jobs.put(_Job(run, future, loop, max_pending, then))
         return future
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every job has run and was answered. To be asked in the event loop that gives it its jobs: until it gives the
+        next one, it may do itself what is for the thread to do.
+        """
+        return not self._num_unanswered
 
     @property
     def num_queued(self) -> int:
@@ -139,12 +149,12 @@ class ExecutionThread:
                 value = job.run()
             except BaseException as error:
                 self._finish_down_to(0)  # futures are completed in order
-                self._deliver(job, _fail, error)
+                self._deliver(job, self._fail, error)
                 continue
             if job.max_pending:
                 self._pending.append((job, value))
             else:
-                self._deliver(job, _finish, value)
+                self._deliver(job, self._finish, value)
             # What is over now is answered now: on a CPU that is every step.
             while self._pending and self._pending[0][1].ready():
                 self._finish_oldest()
@@ -170,28 +180,30 @@ class ExecutionThread:
         try:
             value = half.finish()
         except BaseException as error:
-            self._deliver(job, _fail, error)
+            self._deliver(job, self._fail, error)
         else:
-            self._deliver(job, _finish, value)
+            self._deliver(job, self._finish, value)
 
     @staticmethod
-    def _deliver(job: _Job[Any], how: Callable[..., None], value: object) -> None:
+    def _deliver(job: _Job[Any], how: Callable[[_Job[Any], Any], None], value: object) -> None:
         # RuntimeError: the loop is closed, nobody waits any more.
         try:
             job.loop.call_soon_threadsafe(how, job, value)
         except RuntimeError:
             return
 
+    # -- in the event loop
 
-def _finish(job: _Job[Any], value: object) -> None:
-    if not job.future.done():
-        job.future.set_result(value)
-    if job.then is not None:
-        job.then(job.future)
+    def _finish(self, job: _Job[Any], value: object) -> None:
+        self._num_unanswered -= 1
+        if not job.future.done():
+            job.future.set_result(value)
+        if job.then is not None:
+            job.then(job.future)
 
-
-def _fail(job: _Job[Any], error: BaseException) -> None:
-    if not job.future.done():
-        job.future.set_exception(error)
-    if job.then is not None:
-        job.then(job.future)
+    def _fail(self, job: _Job[Any], error: BaseException) -> None:
+        self._num_unanswered -= 1
+        if not job.future.done():
+            job.future.set_exception(error)
+        if job.then is not None:
+            job.then(job.future)

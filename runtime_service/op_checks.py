@@ -20,6 +20,10 @@ ROW_COLUMNS = ("row_generations", "row_lens", "begins", "sizes", "full_refresh",
 """Columns of a `ForwardOp` with one entry a row, besides `req_pool_indices`."""
 
 
+BIT = np.left_shift(1, np.arange(8)).astype(np.uint8)
+"""Where a row has a bit for each page, that of page p in its byte is BIT[p & 7]."""
+
+
 class Fault(Exception):
     """One thing that is wrong with an op; the session makes a `Refusal` of it, which also names the request.
 
@@ -116,6 +120,24 @@ def check_pages(op: ForwardOp, limits: Limits, owners: Int64Array) -> None:
     if repeated.any():
         owner, page = divmod(int(keys[1:][repeated][0]), limits.num_pages + 1)
         raise Fault(RefusalCode.PAGE_REPEATED, int(op.req_pool_indices[owner]), f"page {page} is sent twice for one row")
+
+
+def check_held(op: ForwardOp, held: npt.NDArray[np.uint8], owners: Int64Array) -> None:
+    """Raise a `Fault` for a page of a tail update that the row already holds below `begin`.
+
+    `held` [max_rows + 1, bytes] has a bit for each (row, page), `owners` is `entry_rows(op)`.
+    """
+    full = op.full_refresh
+    if full.all():
+        return
+    pages = op.occupied_pages
+    rows = op.req_pool_indices[owners]
+    again = (held[rows, pages >> 3] & BIT[pages & 7]) != 0
+    again &= ~full[owners]
+    if again.any():
+        entry = int(np.flatnonzero(again)[0])
+        detail = f"page {pages[entry]} is already in the row, below the tail update"
+        raise Fault(RefusalCode.PAGE_REPEATED, int(rows[entry]), detail)
 
 
 def check_tokens(op: ForwardOp, limits: Limits) -> None:

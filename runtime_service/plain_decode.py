@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from runtime_service.op_checks import Int64Array, Limits
+from runtime_service.op_checks import BIT, Int64Array, Limits
 from runtime_service.ops import ForwardOp
 from runtime_service.row_rules import RowView
-
-BIT = np.left_shift(1, np.arange(8)).astype(np.uint8)
-"""The bit of page p in its byte of `held` is BIT[p & 7]."""
 
 _INT32 = np.dtype(np.int32)
 
@@ -45,6 +42,8 @@ class PlainDecode:
         # The row numbers of the last op, known to be different and in range: most ops name those of the op before.
         self._rows_key = b""
         self._rows = np.empty(0, dtype=np.intp)
+        self.repeats = False
+        """The last op looked at named the rows of the one before."""
 
     def look(self, op: ForwardOp, view: RowView) -> PlainOp | None:
         """What `commit` needs, where the op is of the usual kind and keeps every rule; None says nothing about it."""
@@ -87,7 +86,10 @@ class PlainDecode:
         good &= computed < row_lens
         if np.count_nonzero(good) != num_rows:
             return None
-        return self._with_pages(op, rows)
+        growing = op.sizes.nonzero()[0]
+        if len(growing) and (op.sizes.max() > 1 or op.sizes.min() < 0):
+            return None
+        return self.look_at_pages(op, rows, growing)
 
     def commit(self, plain: PlainOp, view: RowView) -> None:
         """The rows are now as the op says: generation, life and having been asked for a token stay."""
@@ -102,7 +104,8 @@ class PlainDecode:
     def _different_rows(self, op: ForwardOp) -> npt.NDArray[np.intp] | None:
         """The row numbers, where they are in range and no two are the same."""
         key = op.req_pool_indices.tobytes()
-        if key != self._rows_key:
+        self.repeats = key == self._rows_key
+        if not self.repeats:
             rows = op.req_pool_indices.astype(np.intp)
             if rows.min() < 1 or rows.max() > self._limits.max_rows:
                 return None
@@ -115,14 +118,14 @@ class PlainDecode:
             self._rows_key, self._rows = key, rows
         return self._rows
 
-    def _with_pages(self, op: ForwardOp, rows: npt.NDArray[np.intp]) -> PlainOp | None:
-        """The op, where no row has more than one page and no page is one that its row holds already."""
-        pages, growing = op.occupied_pages, op.sizes.nonzero()[0]
+    def look_at_pages(self, op: ForwardOp, rows: npt.NDArray[np.intp], growing: npt.NDArray[np.intp]) -> PlainOp | None:
+        """The op, where it has a page for each row of `growing`, one that the row does not hold; the rest of it is right."""
+        pages = op.occupied_pages
         if len(growing) != len(pages):
             return None
         if not len(pages):
             return PlainOp(op, rows, growing, BIT[:0])
-        if op.sizes.max() > 1 or op.sizes.min() < 0 or pages.min() < 1 or pages.max() > self._limits.num_pages:
+        if pages.min() < 1 or pages.max() > self._limits.num_pages:
             return None
         held_bytes = self._row_begins.take(rows.take(growing))
         held_bytes += pages >> 3

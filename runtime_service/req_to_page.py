@@ -182,6 +182,14 @@ class ReqToPage:
         self.valid_lens[index] = row_lens
         return True
 
+    def append(self, index: npt.NDArray[np.intp], pages: Int32Array) -> None:
+        """Append a page to each of these rows; on the CPU only. They are different, in range and not yet of full width."""
+        row_lens = self.row_lens.take(index)
+        self.table.numpy()[index, row_lens] = pages
+        row_lens += 1
+        self.row_lens[index] = row_lens
+        self.valid_lens[index] = row_lens
+
     def _index_of(self, rows: Int32Array) -> npt.NDArray[np.intp]:
         """The row numbers as an index; raises ColumnValueError for one out of range."""
         # Most ops name the rows of the op before.

@@ -67,7 +67,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             hello = await self._unless_closing(self._read_hello(request_iterator))
             runner, facts = await self._unless_closing(asyncio.shield(self._ready))
             _compare_expectations(hello, facts)
-            stream = self._take_over(hello, runner)
+            stream = self._take_over(hello, runner, facts)
             try:
                 answer = wire.hello_to_proto(facts)
                 await stream.serve(request_iterator, context.write, answer, facts.heartbeat_interval_s)
@@ -168,7 +168,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             raise EndStream(grpc.StatusCode.INVALID_ARGUMENT, detail)
         return hello
 
-    def _take_over(self, hello: runtime_pb2.SchedulerHello, runner: StepRunner) -> ExecuteStream:
+    def _take_over(self, hello: runtime_pb2.SchedulerHello, runner: StepRunner, facts: RuntimeFacts) -> ExecuteStream:
         """Make this hello's stream the present one; whatever stream of the same scheduler there was ends at once."""
         present = self._stream
         if present is not None and present.session_no:
@@ -182,7 +182,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
                 detail = f"session {hello.session_no} is not higher than the present one, {present.session_no}"
                 raise EndStream(grpc.StatusCode.FAILED_PRECONDITION, detail)
             present.end(grpc.StatusCode.ABORTED, f"session {hello.session_no} took over from {present.session_no}")
-        self._stream = ExecuteStream(hello, self._thread, runner)
+        self._stream = ExecuteStream(hello, self._thread, runner, short_steps=facts.model.short_steps)
         log.info("session opens", scheduler_epoch=f"{hello.scheduler_epoch:#018x}", session_no=hello.session_no)
         return self._stream
 

@@ -23,10 +23,12 @@ import numpy.typing as npt
 
 from runtime_service.errors import Refusal
 from runtime_service.op_checks import (
+    BIT,
     Fault,
     Int64Array,
     Limits,
     check_columns,
+    check_held,
     check_lease_starts,
     check_pages,
     check_tokens,
@@ -34,7 +36,7 @@ from runtime_service.op_checks import (
     entry_rows,
 )
 from runtime_service.ops import ForwardOp, RefusalCode, StepResult
-from runtime_service.plain_decode import BIT, PlainDecode, PlainOp
+from runtime_service.plain_decode import PlainDecode, PlainOp
 from runtime_service.row_rules import NUM_RULES, RULES, STRICT_ONLY, RowView, evaluate
 
 MAX_OVERLAP_DEPTH = 2
@@ -90,6 +92,7 @@ class SessionState:
         self._index = np.arange(size)
         self._plain = PlainDecode(self.limits, self._held)
         self._checked: PlainOp | tuple[ForwardOp, Int64Array] | None = None
+        self._committed: PlainOp | None = None  # the last op, if it is of this kind
 
     # -- sessions
 
@@ -138,7 +141,7 @@ class SessionState:
         self.broken_by = None
         self.request_ids = {}
         self._results = deque(maxlen=self.overlap_depth + 1)
-        self._checked = None
+        self._checked = self._committed = None
         self._view.clear()
 
     # -- ops
@@ -171,7 +174,9 @@ class SessionState:
         if isinstance(checked, PlainOp) and checked.op is op:
             self._plain.commit(checked, self._view)
             self.last_step = op.step
+            self._committed = checked
             return
+        self._committed = None
         owners = checked[1] if isinstance(checked, tuple) and checked[0] is op else None
         view, rows = self._view, op.req_pool_indices.astype(np.intp)
         if len(op.released_rows):
@@ -190,6 +195,21 @@ class SessionState:
         for lease in op.lease_starts:
             self.request_ids[lease.req_pool_index] = lease.request_id
         self.last_step = op.step
+
+    def repeated_rows(self, op: ForwardOp) -> npt.NDArray[np.intp] | None:
+        """Its rows, where this op was committed last, is one of decode rows alone, and names the rows of the one before."""
+        plain = self._committed
+        return plain.rows if plain is not None and plain.op is op and self._plain.repeats else None
+
+    def check_foreseen(self, op: ForwardOp, rows: npt.NDArray[np.intp], growing: npt.NDArray[np.intp]) -> bool:
+        """Look at the pages of an op of which all else was foreseen; True: it may be applied. False says nothing about it.
+
+        `rows` are what `repeated_rows` gave, `growing` is the index of those that get a page.
+        """
+        if self.broken_by is not None or op.session_no != self.session_no or op.step != self.last_step + 1:
+            return False
+        self._checked = self._plain.look_at_pages(op, rows, growing)
+        return self._checked is not None
 
     def store(self, result: StepResult) -> None:
         """Keep the result of the step just committed, for repeats."""
@@ -253,7 +273,7 @@ class SessionState:
         owners = entry_rows(op)
         check_pages(op, limits, owners)
         if len(owners) and not self.lenient:
-            self._check_held(op, owners)
+            check_held(op, self._held, owners)
         check_tokens(op, limits)
         check_verify_rows(op, limits, self._view.live)
         started = check_lease_starts(op, limits)
@@ -267,20 +287,6 @@ class SessionState:
                 raise Fault(RefusalCode.LEASE_NOT_STARTED, row, "a new lease begins without its lease start")
         for row in started.keys() - set(new_rows):
             raise Fault(RefusalCode.MALFORMED, row, "lease start for a row whose lease goes on")
-
-    def _check_held(self, op: ForwardOp, owners: Int64Array) -> None:
-        """A tail page must not be one of the pages that the row already holds below `begin`."""
-        full = op.full_refresh
-        if full.all():
-            return
-        pages = op.occupied_pages
-        rows = op.req_pool_indices[owners]
-        again = (self._held[rows, pages >> 3] & BIT[pages & 7]) != 0
-        again &= ~full[owners]
-        if again.any():
-            entry = int(np.flatnonzero(again)[0])
-            detail = f"page {pages[entry]} is already in the row, below the tail update"
-            raise Fault(RefusalCode.PAGE_REPEATED, int(rows[entry]), detail)
 
     def _hold(self, op: ForwardOp, rows: npt.NDArray[np.intp], owners: Int64Array) -> None:
         pages = op.occupied_pages

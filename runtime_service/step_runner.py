@@ -25,10 +25,12 @@ import torch
 
 from runtime_service.batch_builder import BatchBuilder
 from runtime_service.errors import Refusal
-from runtime_service.executors.base import ExecutionResult, ModelExecutor, PendingResult
+from runtime_service.executors.base import ExecutionResult, ModelExecutor
 from runtime_service.forward_batch import ForwardBatch
+from runtime_service.next_step import NextStep, foresee
 from runtime_service.op_checks import Int64Array
-from runtime_service.ops import NO_TOKEN, BoolArray, ForwardOp, Int32Array, RefusalCode, RowStatus, StepResult
+from runtime_service.ops import NO_TOKEN, ForwardOp, Int32Array, RefusalCode, StepResult
+from runtime_service.pending_step import PendingStep
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.row_digests import PendingDigests, RowDigests
 from runtime_service.session import SessionState
@@ -50,73 +52,6 @@ class RowsSnapshot:
     pages: Int32Array  # concatenated, valid_len entries each
 
 
-class PendingStep:
-    """A step that was launched: its op, what the model owes, and its answer once that is known."""
-
-    def __init__(
-        self, op: ForwardOp, outcome: PendingResult | None, clamped: BoolArray, digests: PendingDigests | None = None
-    ) -> None:
-        self.op = op
-        self.answer: StepResult | Refusal | None = None
-        self._outcome = outcome
-        self._clamped = clamped
-        self._digests = digests
-        self._result: StepResult | None = None
-        self.began_at = self.apply_s = 0.0  # see `timed`
-
-    @classmethod
-    def answered(cls, op: ForwardOp, answer: StepResult) -> PendingStep:
-        """A step that owes nothing: a repeat."""
-        step = cls(op, None, np.empty(0, dtype=np.bool_))
-        step.answer = answer
-        return step
-
-    def timed(self, began_at: float, apply_s: float) -> PendingStep:
-        """This step, with the time at which the runner began with it, and how long until it was applied to the mirror."""
-        self.began_at, self.apply_s = began_at, apply_s
-        return self
-
-    def ready(self) -> bool:
-        """Whether `StepRunner.collect` would return at once, as far as this step goes."""
-        if self._outcome is None:
-            return True
-        try:
-            return self._outcome.ready() and (self._digests is None or self._digests.ready())
-        except Exception:  # what it failed with is for `collect` to say
-            return True
-
-    def drop(self) -> None:
-        """Nobody wants the answer any more."""
-        self._outcome = self._digests = None
-
-    def wait(self) -> StepResult:
-        """The result, from the op's own columns; raises what the step failed with."""
-        if self._result is None:
-            outcome, self._outcome = self._outcome, None
-            if outcome is None:
-                raise RuntimeError(f"the result of step {self.op.step} was dropped")
-            op, result = self.op, outcome.wait()
-            if len(result.tokens) != op.num_rows or len(result.row_status) != op.num_rows:
-                raise RuntimeError(f"the model answered {len(result.tokens)} rows of {op.num_rows}")
-            tokens = np.where(op.sample & ~self._clamped, result.tokens, NO_TOKEN).astype(np.int32, copy=False)
-            row_status = np.where(self._clamped, RowStatus.CLAMPED, result.row_status).astype(np.uint8, copy=False)
-            logprob_columns = (result.logprobs, result.top_tokens, result.top_logprobs)
-            self._result = StepResult(op.session_no, op.step, tokens, row_status, *logprob_columns)
-            self._result.apply_us = int(self.apply_s * 1e6)
-            self._result.step_us = max(1, int((time.perf_counter() - self.began_at) * 1e6))
-            if self._digests is not None:
-                self._add_digests(self._result, self._digests)
-        return self._result
-
-    def _add_digests(self, result: StepResult, digests: PendingDigests) -> None:
-        result.digests, masked = digests.wait()
-        if masked.any():
-            result.tokens[masked] = NO_TOKEN
-            result.row_status[masked] = RowStatus.OK  # nothing was computed that could be wrong
-            rows = self.op.req_pool_indices[masked].tolist()
-            log.warning("rows_masked", reason="their digests differ", session_no=result.session_no, step=result.step, rows=rows)
-
-
 _NOTHING = ExecutionResult(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8))
 
 
@@ -134,6 +69,11 @@ class StepRunner:
         self._last_tokens = torch.zeros(session.limits.max_rows + 1, dtype=torch.int64, device=device)
         self._new_rows = StagingRing(device, torch.int64, capacity=session.limits.max_rows)
         self._pending: deque[PendingStep] = deque()
+        self._next: NextStep | None = None
+        self._last: tuple[ForwardBatch, PendingStep] | None = None  # what `foresee` starts from
+        # What nobody waits for and is done once the answer is on its way, or before anything else is.
+        self._uncommitted: ForwardOp | None = None
+        self._unfed: tuple[ForwardBatch, PendingStep] | None = None
 
     @property
     def num_pending(self) -> int:
@@ -155,6 +95,23 @@ class StepRunner:
         self.session.close()
         self._drop_rows()
 
+    def prepare(self) -> None:
+        """Make ready for the next op, while nobody waits for an answer; harmless when it is called often, or never."""
+        self._catch_up()
+        last, self._last = self._last, None
+        if last is None or self._pending or self.session.broken_by is not None:
+            return
+        batch, step = last
+        rows, result = self.session.repeated_rows(step.op), step.wait()
+        # A row that is clamped or masked has no token either.
+        if rows is not None and np.count_nonzero(result.tokens == NO_TOKEN) == 0:
+            self._next = foresee(batch, step.op, rows, result.tokens, self.mirror)
+
+    @property
+    def foreseen(self) -> NextStep | None:
+        """What the next op says if it goes on like the last ones; `launch` is short where it gets the op of this."""
+        return self._next
+
     def run(self, op: ForwardOp) -> StepResult | Refusal:
         """Check, apply and execute one op. A refused op has changed nothing; after a failed one only a reset helps."""
         launched = self.launch(op)
@@ -166,6 +123,14 @@ class StepRunner:
         A refusal waits for the steps launched before, since one of them may have failed, which makes this op a skipped one.
         """
         began_at = time.perf_counter()
+        foreseen, self._next, self._last = self._next, None, None
+        if (
+            foreseen is not None
+            and op is foreseen.op
+            and (foreseen_step := self._launch_foreseen(foreseen, began_at)) is not None
+        ):
+            return foreseen_step
+        self._catch_up()
         try:
             stored = self._check(op)
         except Refusal as refusal:
@@ -191,11 +156,13 @@ class StepRunner:
 
     def refuse(self, refusal: Refusal) -> Refusal:
         """An op could not even be read: break the session and return what to answer."""
+        self._catch_up()
         self._settle()
         return self.session.refuse(refusal)
 
     def read_rows(self, rows: Int32Array | None = None) -> RowsSnapshot:
         """These rows, or every row that has a lease, ascending. Raises IndexError for a number outside [1, max_rows]."""
+        self._catch_up()
         session, mirror = self.session, self.mirror
         numbers: Int64Array = session.lease_rows() if rows is None else np.asarray(rows, dtype=np.int64)
         max_rows = session.limits.max_rows
@@ -212,6 +179,21 @@ class StepRunner:
             valid_lens=mirror.valid_lens[numbers],
             pages=np.concatenate(parts) if parts else np.empty(0, dtype=np.int32),
         )
+
+    def _launch_foreseen(self, foreseen: NextStep, began_at: float) -> PendingStep | Refusal | None:
+        """Likewise; None: something is wrong with the op's pages."""
+        op = foreseen.op
+        self._catch_up()
+        if not self.session.check_foreseen(op, foreseen.rows, foreseen.growing):
+            return None
+        try:
+            self._uncommitted = op
+            foreseen.take_pages(self.mirror)
+            step = self._execute(op, foreseen.batch, (began_at, time.perf_counter() - began_at))
+        except Exception as error:
+            return self._failed(op, error)
+        self._pending.append(step)
+        return step
 
     def _check(self, op: ForwardOp) -> StepResult | None:
         """`SessionState.check`, after the steps before this one where the answer depends on how they end."""
@@ -242,13 +224,31 @@ class StepRunner:
         if op.num_rows == 0:
             return PendingStep(op, _NOTHING, np.empty(0, dtype=np.bool_), digests).timed(began_at, apply_s)
         batch = self._builder.build(op, self._last_tokens, None if digests is None else digests.masked)
-        outcome = executor.execute(batch)
-        step = PendingStep(op, outcome, batch.clamped, digests).timed(began_at, apply_s)
+        step = self._execute(op, batch, (began_at, apply_s), digests)
+        self._catch_up()
+        return step
+
+    def _execute(
+        self, op: ForwardOp, batch: ForwardBatch, times: tuple[float, float], digests: PendingDigests | None = None
+    ) -> PendingStep:
+        outcome = self.executor.execute(batch)
+        step = PendingStep(op, outcome, batch.clamped, digests).timed(*times)
         if outcome.device_tokens is not None:
             self._feed_back_on_device(batch, outcome.device_tokens)
         else:
-            self._feed_back(batch, step.wait().tokens)
+            step.wait()
+            self._unfed = batch, step
+            if digests is None and not op.num_extend_rows and batch.rows.is_cpu:
+                self._last = batch, step
         return step
+
+    def _catch_up(self) -> None:
+        if (op := self._uncommitted) is not None:
+            self._uncommitted = None
+            self.session.commit(op)
+        if (unfed := self._unfed) is not None:
+            self._unfed = None
+            self._feed_back(unfed[0], unfed[1].wait().tokens)
 
     def _collect_oldest(self) -> None:
         step = self._pending.popleft()
@@ -308,6 +308,7 @@ class StepRunner:
         for step in self._pending:
             step.drop()
         self._pending.clear()
+        self._next = self._last = self._uncommitted = self._unfed = None
         self.mirror.reset()
         self.executor.reset()
         self._last_tokens.zero_()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pagemirror.v1 import forward_pb2, runtime_pb2
 from runtime_service.errors import MAX_REQUEST_ID_LEN, Refusal
 from runtime_service.executors.base import ModelInfo
+from runtime_service.next_step import NextStep
 from runtime_service.ops import (
     NO_DIGESTS,
     NO_ROWS,
@@ -102,12 +103,15 @@ def to_bytes(column: npt.NDArray[Any], dtype: np.dtype[Any] = _INT32) -> bytes:
     return column.astype(dtype, copy=False).tobytes()
 
 
-def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
-    """Read an op; its arrays view the message's bytes.
+def op_from_proto(message: forward_pb2.ForwardOp, foreseen: NextStep | None = None) -> ForwardOp:
+    """Read an op; its arrays view the message's bytes. Where the message is what was foreseen, the op is `foreseen.op`.
 
     Raises Refusal: MALFORMED, or BAD_SAMPLING for a missing seed or too many entries of logit_bias.
     """
     try:
+        if foreseen is not None and _is_foreseen(message, foreseen):
+            foreseen.op.occupied_pages = int32_column(message.occupied_pages, "occupied_pages")
+            return foreseen.op
         # Known before any of them is looked at; there may be millions.
         if (num_starts := len(message.lease_starts)) > (num_rows := len(message.req_pool_indices) // 4):
             raise Refusal(RefusalCode.MALFORMED, detail=f"{num_starts} lease starts for {num_rows} rows")
@@ -138,6 +142,31 @@ def op_from_proto(message: forward_pb2.ForwardOp) -> ForwardOp:
         code, row, request_id, detail = fault.code, fault.row, fault.request_id, fault.detail
     # A new one, outside of the handlers: one that this frame held would keep frame and message until the next collection.
     raise Refusal(code, row, request_id, detail, session_no=message.session_no, step=message.step)
+
+
+def _is_foreseen(message: forward_pb2.ForwardOp, foreseen: NextStep) -> bool:
+    """Whether everything but the pages is."""
+    op, columns = foreseen.op, foreseen.columns
+    return (
+        message.num_computed == columns.num_computed
+        and message.step == op.step
+        and message.session_no == op.session_no
+        and message.req_pool_indices == columns.req_pool_indices
+        and message.sizes == columns.sizes
+        and message.row_generations == columns.row_generations
+        and message.row_lens == columns.row_lens
+        and message.begins == columns.begins
+        and message.full_refresh == columns.full_refresh
+        and message.input_lens == columns.input_lens
+        and message.sample == columns.sample
+        and not message.num_extend_rows
+        and not message.lease_starts
+        and not message.input_ids
+        and not message.released_rows
+        and not message.row_digests
+        and not message.verify_rows
+        and not message.verify_digests
+    )
 
 
 def _lease_start_from_proto(message: forward_pb2.LeaseStart) -> LeaseStart:
@@ -185,13 +214,10 @@ def _whole_int32s(data: bytes, name: str) -> bytes:
 
 def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
     """The answer to an op that was executed. The status column is left out when every row is fine."""
-    message = forward_pb2.StepResult(
-        session_no=result.session_no,
-        step=result.step,
-        tokens=to_bytes(result.tokens),
-        apply_us=result.apply_us,
-        step_us=result.step_us,
-    )
+    response = runtime_pb2.ExecuteResponse()
+    message = response.result
+    message.session_no, message.step, message.tokens = result.session_no, result.step, to_bytes(result.tokens)
+    message.apply_us, message.step_us = result.apply_us, result.step_us
     if result.logprobs is not None:
         message.logprobs = to_bytes(result.logprobs, _FLOAT32)
         if result.top_tokens is not None and result.top_logprobs is not None and result.top_tokens.shape[1]:
@@ -200,9 +226,9 @@ def result_to_proto(result: StepResult) -> runtime_pb2.ExecuteResponse:
             message.top_logprobs = to_bytes(result.top_logprobs, _FLOAT32)
     if len(result.digests):
         message.digests = to_bytes(result.digests, _UINT64)
-    if result.row_status.any():
+    if np.count_nonzero(result.row_status):
         message.row_status = to_bytes(result.row_status, np.dtype(np.uint8))
-    return runtime_pb2.ExecuteResponse(result=message)
+    return response
 
 
 def refusal_to_proto(refusal: Refusal) -> runtime_pb2.ExecuteResponse:

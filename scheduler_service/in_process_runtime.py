@@ -76,9 +76,10 @@ class InProcessRuntime:
         from runtime_service.wire import op_from_proto, result_to_proto
 
         sent = op_to_proto(op)
-        received = op_from_proto(type(sent).FromString(sent.SerializeToString()))
+        received = op_from_proto(type(sent).FromString(sent.SerializeToString()), self._runner.foreseen)
         self.model.shifts = shifts
         answer = self._runner.run(received)
+        self._runner.prepare()
         if isinstance(answer, Exception):
             return str(answer)
         return result_from_proto(result_to_proto(answer).result, op.num_rows)

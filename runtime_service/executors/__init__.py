@@ -105,7 +105,8 @@ def _create_fingerprint(settings: RuntimeSettings) -> tuple[ModelExecutor, Capac
     if device != "cpu" and not torch.cuda.is_available():
         raise SettingError("--device", settings.device, "but this machine has no CUDA device that torch can use")
     capacity = fingerprint_capacity(settings)
-    return FingerprintExecutor(num_pages=capacity.num_pages, page_size=settings.page_size, device=device), capacity
+    executor = FingerprintExecutor(capacity.num_pages, settings.page_size, device, short_steps=device == "cpu")
+    return executor, capacity
 
 
 def fingerprint_capacity(settings: RuntimeSettings) -> Capacity:

@@ -37,6 +37,9 @@ class ModelInfo:
     device: str
     dtype: str
     greedy_only: bool = False  # it has no logits, so sampling parameters that need them are refused
+    # Its steps, those of few rows at least, take less time than it takes to hand them to another thread and never wait for
+    # anything. They may run in the event loop.
+    short_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

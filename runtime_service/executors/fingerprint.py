@@ -49,7 +49,16 @@ class FingerprintExecutor:
     Memory: 12 bytes per cell on the device, 8 bytes on the host per position of the longest row times the number of rows.
     """
 
-    def __init__(self, num_pages: int, page_size: int, device: str | torch.device = "cpu", name: str = "fingerprint") -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        device: str | torch.device = "cpu",
+        name: str = "fingerprint",
+        *,
+        short_steps: bool = False,
+    ) -> None:
+        """`short_steps`: see `ModelInfo`; not for a subclass whose steps wait."""
         self._page_size = page_size
         self._device = torch.device(device)
         self._tokens = torch.empty((num_pages + 1) * page_size, dtype=torch.int32, device=self._device)
@@ -57,7 +66,9 @@ class FingerprintExecutor:
         # The same memory, one line per page.
         self._token_pages = self._tokens.view(-1, page_size)
         self._hash_pages = self._hashes.view(-1, page_size)
-        self._info = ModelInfo(name, "fingerprint", VOCAB_SIZE, 0, (), None, str(self._device), "int32", greedy_only=True)
+        self._info = ModelInfo(
+            name, "fingerprint", VOCAB_SIZE, 0, (), None, str(self._device), "int32", greedy_only=True, short_steps=short_steps
+        )
         # Per row number: tokens of its chain, and the chain itself in the shape of its pages, [rows, pages, page_size].
         self._chain_lens: Int64Array = np.zeros(0, dtype=np.int64)
         self._chains: UInt64Array = np.zeros((0, 0, page_size), dtype=np.uint64)
