@@ -222,6 +222,8 @@ class RuntimeLink:
                     return
                 self._silent_ticks = 0
                 self._take(message)
+                # Whoever waits for the answer comes first, and then the next message is asked for.
+                await asyncio.sleep(0)
         except grpc.aio.AioRpcError as error:
             self._break(_broken(self.target, error))
         except RuntimeLinkError as error:
