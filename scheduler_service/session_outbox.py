@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -43,21 +43,27 @@ class Parcel:
 class Member(Subscriber):
     """One request of a session. Its output goes to the session's outbox under its number."""
 
-    __slots__ = ("_outbox", "_taken", "_unread", "_values", "number")
+    __slots__ = ("_outbox", "_share", "_taken", "_unread", "_values", "number")
 
     def __init__(self, outbox: Outbox, number: int, request: Request, queue_wait_ms: int | None) -> None:
-        super().__init__(request, queue_wait_ms)
+        super().__init__(request, queue_wait_ms, outbox)
         self.number = number
         self._outbox = outbox
         self._values = values_per_token(request)
         self._taken = -1
         self._unread = 0
+        self._share: _Share | None = None
+
+    def join(self, share: _Share) -> None:
+        """What is added to the share is added to this request."""
+        self._share = share
 
     @override
     def add(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         outbox = self._outbox
         if self._taken != outbox.num_taken:
-            self._taken, self._unread = outbox.num_taken, 0
+            by_share = self._share is not None and outbox.added_to is self._share
+            self._taken, self._unread = outbox.num_taken, self._values if by_share else 0
         self._unread += self._values
         if self._unread > outbox.max_unread and not self._overflows():
             return
@@ -85,6 +91,27 @@ class Member(Subscriber):
         self._outbox.end(End(self.number, self.request, self.error))
 
 
+class _Share:
+    """Requests of one session that get their tokens together."""
+
+    def __init__(self, outbox: Outbox, members: list[Member]) -> None:
+        self._outbox = outbox
+        self._numbers = array("i", [member.number for member in members])
+        for member in members:
+            member.join(self)
+
+    def add_each(self, tokens: Sequence[int]) -> bool:
+        """A token for each. False: something is still to be taken, and nothing was added; it must be counted for each alone."""
+        outbox = self._outbox
+        if outbox.numbers:
+            return False
+        outbox.changed.set()
+        outbox.added_to = self
+        outbox.numbers += self._numbers
+        outbox.tokens += array("i", tokens)
+        return True
+
+
 class Outbox:
     """Of one session. At most `window` of its requests are live, or over and not yet written."""
 
@@ -99,6 +126,8 @@ class Outbox:
         self.num_taken = 0
         self.numbers = array("i")
         self.tokens = array("i")
+        self.added_to: _Share | None = None
+        """Whose requests have a token here that no `Member.add` has counted."""
         self._accepted = array("i")
         self._logprobs: list[TokenLogprobs | None] | None = None
         self._ended: list[End] = []
@@ -151,6 +180,10 @@ class Outbox:
 
     # --- output goes ------------------------------------------------------------------------------------------------------
 
+    def share(self, members: list[Member]) -> Callable[[Sequence[int]], bool]:
+        """See `Outlet`."""
+        return _Share(self, members).add_each
+
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
         """Of the token that was appended last."""
         if self._logprobs is None:
@@ -173,7 +206,7 @@ class Outbox:
         self._fill_logprobs(len(self.tokens))
         parcel = Parcel(self._accepted, self.numbers, self.tokens, self._logprobs, self._ended)
         self.numbers, self.tokens, self._accepted = array("i"), array("i"), array("i")
-        self._logprobs, self._ended = None, []
+        self._logprobs, self._ended, self.added_to = None, [], None
         self._num_told += len(parcel.ended)
         self.num_taken += 1
         self.changed.clear()

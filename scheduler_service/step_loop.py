@@ -247,8 +247,11 @@ class StepLoop:
 
     async def _sleep(self) -> None:
         flush_at = _NEVER if self._flush_at is None or self._num_pauses else self._flush_at
+        if flush_at == _NEVER:
+            await self._wake.wait()
+            return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(None if flush_at == _NEVER else flush_at):
+            async with asyncio.timeout_at(flush_at):
                 await self._wake.wait()
 
     async def _recover(self, trouble: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 from typing_extensions import override
@@ -23,15 +24,26 @@ log = structlog.get_logger("pagemirror.engine")
 
 DEFAULT_MAX_UNREAD = 65_536
 _PIECE_VALUES = 8192  # of 4 or 8 bytes each: at most 64 KiB a message
+_MIN_AGAIN = 8  # requests; with fewer it costs more than it saves
+
+
+class Outlet(Protocol):
+    """What the output of several requests leaves by."""
+
+    def share(self, members: list[Any]) -> Callable[[Sequence[int]], bool]:
+        """A way to add a token to each of these subscribers of its, none of which wants log probabilities. It does what `add` of
+        each does, or returns False and has done nothing.
+        """
 
 
 class Subscriber(ABC):
-    """Whoever gets the output of one live request."""
+    """Whoever gets the output of one live request. Several may have an `outlet` in common."""
 
-    __slots__ = ("error", "finished", "overflowed", "queue_timer", "queue_wait_ms", "request")
+    __slots__ = ("error", "finished", "outlet", "overflowed", "queue_timer", "queue_wait_ms", "request")
 
-    def __init__(self, request: Request, queue_wait_ms: int | None) -> None:
+    def __init__(self, request: Request, queue_wait_ms: int | None, outlet: Outlet | None = None) -> None:
         self.request = request
+        self.outlet = outlet
         self.finished = False
         """The request is over; nothing is added any more."""
         self.error: PagemirrorError | None = None
@@ -140,6 +152,34 @@ def values_per_token(request: Request) -> int:
     return 1 if num_logprobs is None else 2 + 2 * num_logprobs
 
 
+class _Again:
+    """A token for each of the same subscribers, time and again."""
+
+    def __init__(self, subscribers: list[Subscriber]) -> None:
+        self._single: list[tuple[int, Subscriber]] = []
+        shares: dict[Outlet, list[tuple[int, Subscriber]]] = {}
+        for place, subscriber in enumerate(subscribers):
+            others = self._single if subscriber.outlet is None else shares.setdefault(subscriber.outlet, [])
+            others.append((place, subscriber))
+        # Itemgetter gives a tuple only where it has two places at least.
+        for outlet in [outlet for outlet, members in shares.items() if len(members) == 1]:
+            self._single += shares.pop(outlet)
+        self._shares = [
+            (itemgetter(*(place for place, _ in entries)), outlet.share(members := [member for _, member in entries]), members)
+            for outlet, entries in shares.items()
+        ]
+
+    def deliver(self, tokens: list[int]) -> None:
+        """One each, in the order of the subscribers."""
+        for pick, add_each, members in self._shares:
+            picked: tuple[int, ...] = pick(tokens)
+            if not add_each(picked):
+                for member, token in zip(members, picked, strict=True):
+                    member.add(token)
+        for place, subscriber in self._single:
+            subscriber.add(tokens[place])
+
+
 class Subscribers:
     """All live subscriptions; every token and every end reaches its own exactly once."""
 
@@ -148,6 +188,9 @@ class Subscribers:
         self._max_unread = max_unread
         self._live: dict[str, Subscriber] = {}
         self._overflowed: list[str] = []
+        # Requests with a token in the last delivery, and how to deliver to them again at once, if that is known.
+        self._last: list[Request] = []
+        self._again: _Again | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -183,13 +226,26 @@ class Subscribers:
         """Hand on what the core put out since the last call."""
         live = self._live
         if outputs.logprobs is None:
-            for request, token in zip(outputs.requests, outputs.tokens, strict=True):
-                live[request.request_id].add(token)
+            self._deliver(outputs.requests, outputs.tokens)
         else:
             for request, token, logprobs in zip(outputs.requests, outputs.tokens, outputs.logprobs, strict=True):
                 live[request.request_id].add(token, logprobs)
         for request in outputs.finished:
             self._finish(live.pop(request.request_id))
+
+    def _deliver(self, requests: list[Request], tokens: list[int]) -> None:
+        # A run of decode steps has the same requests in the same order each time: from the third one on none is looked up.
+        if requests != self._last:
+            self._last, self._again = requests, None
+        elif self._again is not None:
+            self._again.deliver(tokens)
+            return
+        elif len(requests) >= _MIN_AGAIN:
+            subscribers = [self._live[request.request_id] for request in requests]
+            if len(set(subscribers)) == len(subscribers):  # else it is several steps
+                self._again = _Again(subscribers)
+        for request, token in zip(requests, tokens, strict=True):
+            self._live[request.request_id].add(token)
 
     def note_overflow(self, subscription: Subscriber) -> None:
         """A client has left too much unread; its request is to be ended."""
