@@ -68,15 +68,15 @@ def foresee(
         op: it has been applied to the mirror.
         rows: its row numbers.
         tokens: int32 [R], what the rows sampled, each of them.
-        mirror: on the CPU.
+        mirror: holds what `op` says.
 
-    None: a row is at the end of the mirror's width.
+    None: a row is at the end of the mirror's width, or the mirror is not on the CPU.
     """
     page_size, width = mirror.page_size, mirror.max_pages_per_row
     row_lens, num_computed = op.row_lens, op.num_computed + np.int32(1)
-    if row_lens.max() > width or width * page_size > _MAX_INT32:
+    if mirror.host_table is None or row_lens.max() > width or width * page_size > _MAX_INT32:
         return None
-    positions = last.seq_lens.numpy().copy()
+    positions = num_computed.astype(np.int64)
     pages = positions // page_size
     grows = pages >= row_lens
     growing = grows.nonzero()[0]
@@ -87,7 +87,7 @@ def foresee(
             return None
     slots = positions - pages * page_size
     pages += rows * width
-    slots += mirror.table.numpy().reshape(-1).take(pages) * np.int64(page_size)
+    slots += mirror.host_table.reshape(-1).take(pages) * np.int64(page_size)
     full_refresh = np.zeros(len(rows), dtype=np.bool_)
     next_op = ForwardOp(
         session_no=op.session_no,

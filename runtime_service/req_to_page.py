@@ -60,6 +60,8 @@ class ReqToPage:
         self.device = torch.device(device)
         self.zero_fill = zero_fill
         self.table = torch.zeros((max_rows + 1, max_pages_per_row), dtype=torch.int32, device=self.device)
+        self.host_table: Int32Array | None = self.table.numpy() if self.table.is_cpu else None
+        """The same memory, on the CPU."""
         self.row_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         self.valid_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         self.num_clamped = 0
@@ -184,8 +186,9 @@ class ReqToPage:
 
     def append(self, index: npt.NDArray[np.intp], pages: Int32Array) -> None:
         """Append a page to each of these rows; on the CPU only. They are different, in range and not yet of full width."""
+        assert self.host_table is not None
         row_lens = self.row_lens.take(index)
-        self.table.numpy()[index, row_lens] = pages
+        self.host_table[index, row_lens] = pages
         row_lens += 1
         self.row_lens[index] = row_lens
         self.valid_lens[index] = row_lens
@@ -221,15 +224,18 @@ class ReqToPage:
         num_staged = num_cleared + num_rows
         num_meta = NUM_META_COLUMNS * num_staged
         packed = self._staging.begin(num_meta + len(pages))
-        columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
-        for column, values in zip(columns, meta, strict=True):
-            column[num_cleared:] = values
         if num_cleared:
+            columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
+            for column, values in zip(columns, meta, strict=True):
+                column[num_cleared:] = values
             columns[:, :num_cleared] = 0
             columns[0, :num_cleared] = cleared
             columns[5, :num_cleared] = self.valid_lens[cleared]
-        packed[num_meta:] = pages
+            packed[num_meta:] = pages
+        else:
+            np.concatenate((*meta, pages), out=packed, casting="same_kind")
         if max_write_len is None:
+            columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
             max_write_len = int((columns[5] - columns[4]).max())
         mirror_apply(self.table, self._staging.upload(), num_staged, max_write_len)
 

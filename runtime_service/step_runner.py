@@ -283,7 +283,7 @@ class StepRunner:
     def _feed_back(self, batch: ForwardBatch, tokens: Int32Array) -> None:
         sampled = tokens != NO_TOKEN
         if self._last_tokens.is_cpu:
-            rows = batch.rows.numpy()
+            rows = batch.host_rows
             if np.count_nonzero(sampled) < len(sampled):
                 rows, tokens = rows[sampled], tokens[sampled]
             self._last_tokens.numpy()[rows] = tokens

@@ -31,7 +31,7 @@ class Outlet(Protocol):
     """What the output of several requests leaves by."""
 
     def share(self, members: list[Any]) -> Callable[[Sequence[int]], bool]:
-        """A way to add a token to each of these subscribers of its, none of which wants log probabilities. It does what `add` of
+        """A way to add a token to each of these subscribers of its, none of which wants log probabilities. It does as `add` of
         each does, or returns False and has done nothing.
         """
 

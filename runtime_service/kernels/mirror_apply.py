@@ -110,6 +110,8 @@ def _fill(
     longest, shortest = int(lens.max()), int(lens.min())
     if longest <= 0:
         return
+    if longest == shortest and _fill_block(table, rows, begins, longest, pages, src_begins):
+        return
     if shortest < 0:
         np.maximum(lens, 0, out=lens)
     flat_ends = lens.cumsum()
@@ -121,11 +123,7 @@ def _fill(
         first = int(shifts[0])
         in_one_piece = first >= 0 and not np.count_nonzero(shifts != first)
         values = pages[first : first + len(counts)] if in_one_piece else pages[np.repeat(shifts, lens) + counts]
-    first_begin = int(begins[0])
-    if longest == shortest and not np.count_nonzero(begins != first_begin):  # a block
-        block = values if isinstance(values, int) else values.reshape(len(rows), longest)
-        table[rows, first_begin : first_begin + longest] = block
-    elif table.flags.c_contiguous:  # one flat index costs a third of two
+    if table.flags.c_contiguous:  # one flat index costs a third of two
         entries = np.repeat(rows * table.shape[1] + begins - flat_begins, lens)
         entries += counts
         table.reshape(-1)[entries] = values
@@ -133,6 +131,28 @@ def _fill(
         entries = np.repeat(begins - flat_begins, lens)
         entries += counts
         table[np.repeat(rows, lens), entries] = values
+
+
+def _fill_block(
+    table: Int32Array,
+    rows: Int64Array,
+    begins: Int64Array,
+    num_entries: int,
+    pages: Int32Array | None,
+    src_begins: Int64Array | None,
+) -> bool:
+    """The same, where all rows are written at the same entries, from pages that follow one another; False: they are not."""
+    begin = int(begins[0])
+    if np.count_nonzero(begins != begin):
+        return False
+    block: Int32Array | int = 0
+    if pages is not None and src_begins is not None:
+        first = int(src_begins[0])
+        if np.count_nonzero(src_begins[1:] - src_begins[:-1] != num_entries):
+            return False
+        block = pages[first : first + len(rows) * num_entries].reshape(len(rows), num_entries)
+    table[rows, begin : begin + num_entries] = block
+    return True
 
 
 class _Counts:
