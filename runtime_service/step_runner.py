@@ -124,12 +124,8 @@ class StepRunner:
         """
         began_at = time.perf_counter()
         foreseen, self._next, self._last = self._next, None, None
-        if (
-            foreseen is not None
-            and op is foreseen.op
-            and (foreseen_step := self._launch_foreseen(foreseen, began_at)) is not None
-        ):
-            return foreseen_step
+        if foreseen is not None and op is foreseen.op and (known := self._launch_foreseen(foreseen, began_at)) is not None:
+            return known
         self._catch_up()
         try:
             stored = self._check(op)
