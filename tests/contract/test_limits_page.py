@@ -10,8 +10,10 @@ import pytest
 from runtime_service import app as runtime_app
 from runtime_service import errors as runtime_errors
 from runtime_service import execute_stream, servicer
-from scheduler_service import call_gate, channels, errors, session_servicer, tokens, wire
+from scheduler_service import call_gate, channels, errors, session_servicer, tokens, wire_facts
 from scheduler_service.core import parameters
+from scheduler_service.gateway import fields, stops
+from scheduler_service.gateway import servicer as gateway_servicer
 from scheduler_service.settings import SchedulerSettings
 
 CONSTANTS = {
@@ -23,8 +25,11 @@ CONSTANTS = {
     "`request_id`, `cache_namespace`, `traceparent`": parameters.MAX_NAMESPACE_LEN,
     "`stop_token_ids`, entries of `logit_bias`": parameters.MAX_STOP_IDS,
     "`num_logprobs`": parameters.MAX_LOGPROBS,
+    "completions of one request of the [gateway](gateway.md) (`n`)": fields.MAX_CHOICES,
+    "stop strings of one request of the gateway": stops.MAX_STOP_STRINGS,
+    "time for which the gateway's FlushCache waits": gateway_servicer.MAX_FLUSH_WAIT_S,
     "text of a status": errors.MAX_DETAIL_BYTES // 1024,
-    "size of a listing of rows": wire.MAX_MESSAGE_BYTES // 2**20,
+    "size of a listing of rows": wire_facts.MAX_MESSAGE_BYTES // 2**20,
     "time to the hello": servicer.HELLO_TIMEOUT_S,
     "ops read and not answered": execute_stream.MAX_UNANSWERED_OPS,
     "resets read and not answered": execute_stream.MAX_UNANSWERED_RESETS,

@@ -107,11 +107,8 @@ async def test_minimum_length_holds_stop_ids_back(serving: Serving) -> None:
     """A stop id is not drawn before the minimum."""
     async with serving() as (served, client):
         first = (await drawn(client))[0][0]
-        _, complete = (
-            await served.run(PROMPT, 10, stop_token_ids=[first], no_stop_trim=True)
-            if (served.api.name == "tokenspeed")
-            else await served.run(PROMPT, 10, stop_token_ids=[first])
-        )
+        keep = {"no_stop_trim": True} if served.api.name == "tokenspeed" else {}
+        _, complete = await served.run(PROMPT, 10, stop_token_ids=[first], **keep)
         assert list(complete.output_ids) == [first]
         _, complete = await served.run(PROMPT, 10, stop_token_ids=[first], min_tokens=4)
         assert first not in list(complete.output_ids)[:4]
