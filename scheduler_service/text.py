@@ -64,9 +64,14 @@ def load_codec(model: str, architecture: str, tokenizer_path: str, override: Pat
                 f"the server's tokenizer lies in {path}, which this machine does not have: name a copy with --tokenizer"
             )
         return HuggingFaceCodec(path)
-    if "byte" in architecture.lower() or model == "tiny":
+    if is_byte_level(model, architecture):
         return ByteCodec()
     raise TextError(f"model {model!r} has no tokenizer: send --tokens, or name a tokenizer's directory with --tokenizer")
+
+
+def is_byte_level(model: str, architecture: str) -> bool:
+    """Whether a model without a tokenizer has bytes for tokens."""
+    return "byte" in architecture.lower() or model == "tiny"
 
 
 class ByteCodec:

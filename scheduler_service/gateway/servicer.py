@@ -14,6 +14,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.errors import CacheInUseError
 from scheduler_service.errors import NoTokenizerError, shorten
+from scheduler_service.gateway.byte_tokenizer import byte_tokenizer
 from scheduler_service.gateway.engine import GatewayEngine
 from scheduler_service.gateway.fields import UnsupportedFieldError
 from scheduler_service.gateway.generation import Calls
@@ -22,6 +23,7 @@ from scheduler_service.gateway.stops import Decode
 from scheduler_service.gateway.tokenizer_files import TokenizerFiles
 from scheduler_service.grpc_status import errors_as_status
 from scheduler_service.session_output import SessionCallError
+from scheduler_service.text import is_byte_level
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,7 +52,10 @@ class GatewayServicer:
     async def facts(self) -> ModelFacts:
         """Of the model; read once. Raises PagemirrorError where the engine cannot be asked."""
         if self._facts is None:
-            self._facts = await read_facts(await self.engine.info(), self.files)
+            info = await self.engine.info()
+            if not self.files.path(info.tokenizer_path) and is_byte_level(info.model, info.architecture):
+                self.files.generate(byte_tokenizer(info.vocab_size, info.default_stop_ids))
+            self._facts = await read_facts(info, self.files)
         return self._facts
 
     async def decoder(self, request_id: str, field: str, *, skip_special: bool) -> Decode:

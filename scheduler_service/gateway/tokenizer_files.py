@@ -59,22 +59,30 @@ class TokenizerFiles:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._generated: dict[str, bytes] = {}
         self._made: dict[str, asyncio.Task[Any]] = {}
 
     def path(self, tokenizer_path: str) -> str:
         """Where the files lie, when the runtime says `tokenizer_path`; empty where there is no tokenizer."""
         return str(self._folder) if self._folder is not None else tokenizer_path
 
+    def generate(self, files: dict[str, bytes]) -> None:
+        """What stands for the files of a model that has none, by their names; `tokenizer.json` at least."""
+        self._generated = files
+
+    def _read(self, path: str) -> dict[str, bytes]:
+        return dict(self._generated) if self._generated and not path else read_folder(path)
+
     async def decoder(self, tokenizer_path: str, *, skip_special: bool) -> Decode:
         """How tokens are written as text. Raises NoTokenizerError."""
         path = self.path(tokenizer_path)
-        tokenizer = await self._once(f"tokenizer {path}", lambda: _tokenizer(path))
+        tokenizer = await self._once(f"tokenizer {path}", lambda: _tokenizer(self._read(path)["tokenizer.json"]))
         return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=skip_special))
 
     async def archive(self, tokenizer_path: str) -> Archive:
         """The files for a gateway. Raises NoTokenizerError."""
         path = self.path(tokenizer_path)
-        return await self._once(f"archive {path}", lambda: make_archive(path))
+        return await self._once(f"archive {path}", lambda: make_archive(self._read(path)))
 
     async def config(self, tokenizer_path: str, name: str) -> dict[str, Any]:
         """A JSON file beside the tokenizer; empty where there is none."""
@@ -88,26 +96,28 @@ class TokenizerFiles:
         return await asyncio.shield(task)  # one caller's end must not end it for the others
 
 
-def make_archive(path: str) -> Archive:
-    """Everything in the folder that tells how text becomes tokens and back; the same bytes wherever it is made.
+def read_folder(path: str) -> dict[str, bytes]:
+    """Everything in the folder that tells how text becomes tokens and back, by name. Raises NoTokenizerError."""
+    if not path or not (Path(path) / "tokenizer.json").is_file():
+        raise NoTokenizerError(path)
+    files = [file for file in Path(path).iterdir() if file.name in _NAMES or file.suffix in _SUFFIXES]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
-    Raises:
-        NoTokenizerError: there is no tokenizer in the folder.
-    """
-    folder = _folder(path)
+
+def make_archive(files: dict[str, bytes]) -> Archive:
+    """These files as a zip; the same bytes wherever it is made."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.iterdir()):
-            if (file.name in _NAMES or file.suffix in _SUFFIXES) and file.is_file():
-                archive.writestr(zipfile.ZipInfo(file.name, _EPOCH), file.read_bytes(), zipfile.ZIP_DEFLATED)
+        for name, content in sorted(files.items()):
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
     data = buffer.getvalue()
     return Archive(data, hashlib.sha256(data).hexdigest())
 
 
-def _tokenizer(path: str) -> Tokenizer:
+def _tokenizer(content: bytes) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(_folder(path) / "tokenizer.json"))
+    return Tokenizer.from_str(content.decode())
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:
@@ -118,9 +128,3 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _folder(path: str) -> Path:
-    if not path or not (Path(path) / "tokenizer.json").is_file():
-        raise NoTokenizerError(path)
-    return Path(path)
