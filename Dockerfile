@@ -46,8 +46,8 @@ ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PATH=/opt/venv/bin:${PATH}
 RUN useradd --system --uid 10001 --user-group --create-home --home-dir /var/lib/pagemirror --shell /usr/sbin/nologin pagemirror \
- && install -d -o pagemirror -g pagemirror /models /var/cache/pagemirror /var/cache/pagemirror/triton
-COPY deploy/grpc_health_probe.py deploy/http_probe.py deploy/join_gateway.py deploy/smoke.py /opt/pagemirror/
+ && install -d -o pagemirror -g pagemirror /models /var/lib/gateway /var/cache/pagemirror /var/cache/pagemirror/triton
+COPY deploy/grpc_health_probe.py deploy/http_probe.py deploy/run_gateway.py deploy/join_gateway.py deploy/smoke.py /opt/pagemirror/
 WORKDIR /var/lib/pagemirror
 
 FROM product AS runtime

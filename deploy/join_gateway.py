@@ -3,7 +3,7 @@
 usage: join_gateway.py GATEWAY_URL WORKER_URL     for instance  join_gateway.py http://gateway:8080 grpc://scheduler-2:50052
 
 The gateway's own list is fixed when it starts; a worker that comes later has to say so, and to say so again to a gateway that
-was started anew. An environment variable GATEWAY_API_KEY is shown to the gateway as a bearer token.
+was started anew. GATEWAY_ADMIN_KEY_FILE names the file with the key of the gateway's administration (run_gateway.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 5.0
@@ -24,8 +25,9 @@ CALL_S = 5.0
 def call(url: str, body: dict[str, Any] | None = None) -> Any:
     """The JSON that the gateway answers. Raises OSError, with the gateway's words where it refused."""
     headers = {"content-type": "application/json"}
-    if key := os.environ.get("GATEWAY_API_KEY"):
-        headers["authorization"] = f"Bearer {key}"
+    if path := os.environ.get("GATEWAY_ADMIN_KEY_FILE"):
+        # Read each time: a gateway that was started anew has a new one.
+        headers["authorization"] = f"Bearer {Path(path).read_text().strip()}"
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=CALL_S) as answer:

@@ -193,6 +193,10 @@ def test_gateway_reaches_every_scheduler(services: dict[str, Service]) -> None:
         assert url == f"grpc://{name}:{port}"
         assert "backend" in services[name]["networks"]
     assert "backend" in services["gateway"]["networks"]
+    keys = {services[name]["environment"]["GATEWAY_ADMIN_KEY_FILE"] for name in ("gateway", "join-2")}
+    volumes = [services[name]["volumes"][0].split(":") for name in ("gateway", "join-2")]
+    assert [volume[2:] for volume in volumes] == [[], ["ro"]]
+    assert {str(Path(key).parent) for key in keys} == {volume[1] for volume in volumes}
 
 
 def test_triton_can_load_what_it_compiles(gpu: dict[str, Any], services: dict[str, Service], project_root: Path) -> None:

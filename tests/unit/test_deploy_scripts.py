@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 import threading
@@ -113,16 +114,19 @@ def test_question_that_is_refused_says_why(web: Web, script: Callable[..., tuple
 
 
 @pytest.fixture
-def join(project_root: Path) -> Any:
-    """deploy/join_gateway.py as a module."""
-    namespace: dict[str, Any] = {"__name__": "join_gateway"}
-    exec((project_root / "deploy/join_gateway.py").read_text(), namespace)  # noqa: S102  (a script that is no package)
-    return namespace["keep"]
+def module(project_root: Path) -> Callable[[str], dict[str, Any]]:
+    """Load a script of deploy/, which is no package."""
+    return lambda name: runpy.run_path(str(project_root / "deploy" / name), run_name=name)
 
 
-def test_worker_is_announced_once(web: Web, join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_is_announced_once(
+    web: Web, module: Callable[[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A gateway that does not know the worker is told, with the key where there is one; one that does is left alone."""
-    monkeypatch.setenv("GATEWAY_API_KEY", "k")
+    join = module("join_gateway.py")["keep"]
+    monkeypatch.setenv("GATEWAY_ADMIN_KEY_FILE", str(tmp_path / "key"))
+    assert join(web.url, "grpc://w:1").startswith("not yet: ")
+    (tmp_path / "key").write_text("k\n")
     assert join(web.url, "grpc://w:1").startswith("not yet: 404")
     web.answers["GET", "/workers"] = 200, {"workers": [{"url": "grpc://other:1"}]}
     web.answers["POST", "/workers"] = 202, {"status": "accepted"}
@@ -145,3 +149,23 @@ def test_joiner_ends_when_it_is_told_to(web: Web, project_root: Path, child_env:
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert output == f"join_gateway: grpc://w:1 at {web.url}: announced\n"
+
+
+def test_gateway_gets_a_new_key_and_the_tokens(module: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
+    """Each start draws a key, which its file has for this user alone; each token of the file is one of a client's keys."""
+    arguments = module("run_gateway.py")["arguments"]
+    key_file, token_file = tmp_path / "key", tmp_path / "tokens"
+    token_file.write_text("# ours\none-token\n\ntwo-token\n")
+    first = arguments(["--port", "1"], key_file, token_file)
+    key = key_file.read_text()
+    assert first == [
+        *("--port", "1", f"--control-plane-api-keys=container:pagemirror:admin:{key}"),
+        *("--tenant-api-key=token0:one-token", "--tenant-api-key=token1:two-token"),
+    ]
+    assert key_file.stat().st_mode & 0o777 == 0o600
+    assert len(key) == 32
+    arguments([], key_file, None)
+    assert key_file.read_text() != key
+    token_file.write_text("# none\n")
+    with pytest.raises(SystemExit, match="has no token"):
+        arguments([], None, token_file)
