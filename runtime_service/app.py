@@ -24,15 +24,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagemirror.unreadable import UnreadableMessages
+from runtime_service.embedding import open_runner
 from runtime_service.errors import RuntimeServiceError
 from runtime_service.execution import ExecutionThread
-from runtime_service.executors import attach_graphs, create_executor, warm_up_kernels
+from runtime_service.executors import create_executor
 from runtime_service.executors.base import Capacity, ModelExecutor
 from runtime_service.listen import bind, claim_unix_path
 from runtime_service.parent import watch_process
-from runtime_service.req_to_page import ReqToPage
 from runtime_service.servicer import SERVICE_NAME, RuntimeServicer
-from runtime_service.session import SessionState
 from runtime_service.settings import RuntimeSettings
 from runtime_service.step_runner import StepRunner
 from runtime_service.wire import MAX_MESSAGE_BYTES, RuntimeFacts
@@ -67,25 +66,17 @@ Create = Callable[[RuntimeSettings], tuple[ModelExecutor, Capacity]]
 
 def load(settings: RuntimeSettings, create: Create = create_executor) -> tuple[StepRunner, RuntimeFacts]:
     """Load the model, warm it up and put mirror and session beside it; runs in the execution thread."""
-    executor, capacity = create(settings)
-    model = executor.info
-    broken = settings.demonstrate_tail_only
-    if broken:
+    if settings.demonstrate_tail_only:
         log.warning("checks_off", reason="--demonstrate-tail-only: mirror rows will go stale")
-    shape = (settings.max_rows, capacity.max_pages_per_row, capacity.num_pages, settings.page_size)
-    session = SessionState(*shape, model.vocab_size, lenient=broken, greedy_only=model.greedy_only)
-    mirror = ReqToPage(*shape, device=model.device, zero_fill=not broken)
-    runner = StepRunner(session, mirror, executor)
-    executor.warm_up()
-    warm_up_kernels(executor, mirror)
-    attach_graphs(executor, settings, mirror)
+    runner = open_runner(settings, create)
+    model, limits = runner.executor.info, runner.session.limits
     facts = RuntimeFacts(
         model=model,
         runtime_epoch=secrets.randbits(64) | 1,  # never 0
         page_size=settings.page_size,
-        num_pages=capacity.num_pages,
-        max_rows=settings.max_rows,
-        max_pages_per_row=capacity.max_pages_per_row,
+        num_pages=limits.num_pages,
+        max_rows=limits.max_rows,
+        max_pages_per_row=limits.max_pages_per_row,
         max_context=min((limit for limit in (settings.max_context, model.max_context) if limit), default=0),
         heartbeat_interval_s=settings.heartbeat_interval_s,
         rank=settings.rank,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,18 @@ class ForwardOp:
     def num_digests(self) -> int:
         """Entries of the result's `digests`."""
         return len(self.row_digests) + len(self.verify_rows)
+
+
+class PageColumns(Protocol):
+    """The columns of an op that a mirror reads; a `PageUpdate` has them, too."""
+
+    req_pool_indices: Int32Array
+    row_lens: Int32Array
+    begins: Int32Array
+    sizes: Int32Array
+    full_refresh: BoolArray
+    occupied_pages: Int32Array
+    released_rows: Int32Array
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 
 from runtime_service.columns import ColumnTypeError, ColumnValueError, as_bool, as_int32, check_lengths, check_rows
 from runtime_service.kernels.mirror_apply import NUM_META_COLUMNS, mirror_apply
-from runtime_service.ops import BoolArray, ForwardOp, Int32Array
+from runtime_service.ops import BoolArray, Int32Array, PageColumns
 from runtime_service.staging import StagingRing
 
 _INT32 = np.dtype(np.int32)
@@ -72,7 +72,7 @@ class ReqToPage:
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
         self._staging = StagingRing(self.device, torch.int32, capacity, kept_on_host=False)
 
-    def apply(self, op: ForwardOp, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
+    def apply(self, op: PageColumns, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
         """Bring the mirror to the state after `op`; returns per row of the op whether it is wider than the mirror, bool [R].
 
         Rows of `released_rows` are emptied first. A row with `full_refresh` is rewritten from logical page 0 with its whole
@@ -139,7 +139,7 @@ class ReqToPage:
         self.valid_lens[index] = valid_lens
         return wider
 
-    def _apply_tails(self, op: ForwardOp) -> bool:
+    def _apply_tails(self, op: PageColumns) -> bool:
         """Apply an op of the usual kind: every row goes on from its length here, nothing is rewritten, released or too wide.
 
         False, and nothing was done, for any other op, among them all that must be refused.

@@ -1,7 +1,17 @@
-"""Models behind the mirror: one interface (`base`), and the one place that knows which names stand for which model."""
+"""Models behind the mirror: one interface (`base`), and the one place that knows which names stand for which model.
+
+A package of somebody else's adds a model by an entry point in the group `pagemirror.executors`, a callable that is given the
+settings and returns `(ModelExecutor, Capacity)`:
+
+    [project.entry-points."pagemirror.executors"]
+    acme = "acme_serving.pagemirror:create"
+
+`--model acme`, or `--model acme:ANYTHING` where it wants an argument, then calls it.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 import structlog
@@ -15,6 +25,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+ENTRY_POINTS = "pagemirror.executors"
 FINGERPRINT = "fingerprint"
 TINY = "tiny"
 
@@ -25,15 +36,14 @@ FINGERPRINT_MAX_PAGES_PER_ROW = 512
 def create_executor(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]:
     """The executor that `settings.model` names, not yet warmed up, and the KV capacity it was made with.
 
-    `fingerprint` is the exact test model, `tiny` a seeded small Llama, anything else the path of a Hugging Face directory.
-    Heavy modules are imported here, so that `--help` and a refused setting cost nothing. Raises `SettingError`.
+    `fingerprint` is the exact test model, `tiny` a seeded small Llama, anything else the path of a Hugging Face directory, or
+    else the name of an entry point. Heavy modules are imported here, so that `--help` and a refused setting cost nothing.
+    Raises `SettingError`.
     """
     if settings.model == FINGERPRINT:
         return _create_fingerprint(settings)
     if settings.model != TINY and not settings.model_path.is_dir():
-        raise SettingError(
-            "--model", settings.model, f"is neither {FINGERPRINT!r} nor {TINY!r} nor the path of an existing directory"
-        )
+        return _create_plugin(settings)
     from runtime_service.executors.transformer import create_transformer
 
     return create_transformer(settings)
@@ -94,6 +104,24 @@ def attach_graphs(executor: ModelExecutor, settings: RuntimeSettings, mirror: Re
     executor.graphs = graphs
     log.info("decode steps are captured", buckets=graphs.buckets)
     return True
+
+
+def _create_plugin(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]:
+    name = settings.model.partition(":")[0]
+    found: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name not in found:
+        known = f", nor a model of another package ({', '.join(sorted(found))})" if found else ""
+        what = f"is neither {FINGERPRINT!r} nor {TINY!r} nor the path of an existing directory{known}"
+        raise SettingError("--model", settings.model, what)
+    try:
+        create = found[name].load()
+        executor, capacity = create(settings)
+    except SettingError:
+        raise
+    except Exception as error:
+        log.exception("a model of another package cannot be made", entry_point=found[name].value)
+        raise SettingError("--model", settings.model, f"failed in {found[name].value}: {error!r}") from error
+    return executor, capacity
 
 
 def _create_fingerprint(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]:
