@@ -237,12 +237,14 @@ def demo(
 @app.command(
     epilog=examples(
         "pagemirror doctor",
+        "pagemirror doctor --model models/smollm2-135m-instruct",
         "pagemirror doctor --target llm.example:50051 --tls-ca ca.pem --token-file token",
     )
 )
 def doctor(
     context: typer.Context,
     target: Annotated[str | None, typer.Option(help="Also ask the scheduler that listens there.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Also look at this Hugging Face directory.")] = None,
     tls_ca: ClientTlsCa = None,
     tls_cert: ClientTlsCert = None,
     tls_key: ClientTlsKey = None,
@@ -251,13 +253,14 @@ def doctor(
     insecure: ClientInsecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is installed: versions, torch, Triton, GPU. Useful in bug reports.
+    """Say of each thing that is needed whether it is ok, or what to do. Useful in bug reports.
 
-    With --target also whether a scheduler lets us in, and what it serves. Exit status 1 if it does not.
+    Versions, GPU and driver, what Triton needs to compile, the gateway, ports; a model's files with --model, a scheduler that
+    is to let us in with --target. Exit status 1 if anything is to be fixed; what is merely not there is a note.
     """
     from scheduler_service import cli_doctor
 
-    raise typer.Exit(cli_doctor.doctor(target, security=security_options(context), as_json=as_json))
+    raise typer.Exit(cli_doctor.doctor(target, model=model, security=security_options(context), as_json=as_json))
 
 
 @app.command()

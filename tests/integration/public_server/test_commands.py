@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from runtime_service.__main__ import cli as runtime_command
 from scheduler_service import cli_doctor, logs
 from scheduler_service.cli import app
+from scheduler_service.doctor_findings import Finding
 
 SCHEDULER = ("scheduler", "--runtime", "127.0.0.1:1")
 
@@ -66,7 +67,7 @@ async def test_doctor_says_whether_it_is_served(
     serving: Callable[..., Any], certificates: Any, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is served and how it is reached, with status 0; or the reason why not, with status 1."""
-    monkeypatch.setattr(cli_doctor, "examine", lambda: {"torch": "9"})
+    monkeypatch.setattr(cli_doctor, "examine", lambda model: [Finding("torch", "9")])
     (tmp_path / "wrong").write_text("another-token-of-the-tests")
     async with serving(**certificates.issue("server"), token_file=token_file) as served:
 
@@ -81,4 +82,4 @@ async def test_doctor_says_whether_it_is_served(
         assert f" at {served.front.address} by TLS: model fingerprint, 0 running, 0 waiting\n" in text
         status, text = await asyncio.to_thread(doctor, *tls, "--token-file", str(tmp_path / "wrong"))
         assert status == 1
-        assert "scheduler  no: UNAUTHENTICATED: a valid bearer token is needed" in text.splitlines()
+        assert "fix   scheduler  no: UNAUTHENTICATED: a valid bearer token is needed" in text.splitlines()
