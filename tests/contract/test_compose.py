@@ -194,7 +194,7 @@ def test_gateway_reaches_every_scheduler(services: dict[str, Service]) -> None:
         assert "backend" in services[name]["networks"]
     assert "backend" in services["gateway"]["networks"]
     keys = {services[name]["environment"]["GATEWAY_ADMIN_KEY_FILE"] for name in ("gateway", "join-2")}
-    volumes = [services[name]["volumes"][0].split(":") for name in ("gateway", "join-2")]
+    volumes = [services[name]["volumes"][-1].split(":") for name in ("gateway", "join-2")]
     assert [volume[2:] for volume in volumes] == [[], ["ro"]]
     assert {str(Path(key).parent) for key in keys} == {volume[1] for volume in volumes}
 
@@ -239,7 +239,7 @@ def test_fetched_model_is_the_one_that_is_served(services: dict[str, Service], c
     assert services["fetch"]["command"] == [_environment(services["runtime"])["PAGEMIRROR_RUNTIME_MODEL"]]
     assert services["fetch"]["attach"] is False
     assert services["fetch"]["restart"] == services["smoke"]["restart"] == "no"
-    for name in ("runtime", "scheduler", "runtime-2", "scheduler-2"):
+    for name in ("runtime", "scheduler", "gateway", "runtime-2", "scheduler-2"):
         (mount,) = cpu["services"][name]["volumes"]
         assert (mount["source"], mount["target"], mount["read_only"]) == (source, folder, True)
 
