@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
-import grpc
 import structlog
+
+if TYPE_CHECKING:
+    import grpc
 
 log = structlog.get_logger("pagemirror.tls")
 
@@ -42,6 +45,8 @@ class ServerCertificates(ABC):
 
         Raises what `fail` makes when a file cannot be used now. Later on the last good ones are kept, and the log says so.
         """
+        import grpc  # settings name such files also where nothing is served
+
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self.read(),
             _Reloader(self),  # type: ignore[arg-type]  # the stubs forget that None means: as before
@@ -53,6 +58,8 @@ class ServerCertificates(ABC):
         """What the files say now. Raises what `fail` makes; it never shows what is in them."""
         cert, key = read_pair(self.cert, self.key, self.fail)
         ca = None if self.ca is None else read_ca(self.ca, self.fail)
+        import grpc
+
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:

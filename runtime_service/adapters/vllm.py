@@ -150,9 +150,8 @@ class VllmAdapter:
         if not len(groups) or isinstance(groups[0], int):  # before there were groups
             return _int32(groups)
         if self._group >= len(groups):
-            raise UnsupportedPlanError(
-                PRODUCER, f"request {request_id!r} has blocks of {len(groups)} groups, not {self._group}"
-            )
+            what = f"request {request_id!r} has blocks of {len(groups)} groups, none of them is group {self._group}"
+            raise UnsupportedPlanError(PRODUCER, what)
         return _int32(groups[self._group])
 
     def _rows_after(self, over: set[str], named: Sequence[str]) -> tuple[dict[str, int], list[int]]:

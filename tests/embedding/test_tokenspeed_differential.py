@@ -1,4 +1,4 @@
-"""Two schedulers nobody here wrote, driven at random through the adapter: after every step every row of the mirror is theirs."""
+"""Two schedulers nobody here wrote, driven at random through the adapter: after every step each row of the mirror is theirs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenspeed_driver as tokens_driver
 import tokenspeed_scheduler
-from tokenspeed_driver import MAX_PAGES_PER_ROW, MAX_ROWS, NUM_PAGES, PAGE_SIZE, STEPS, Driver, page_rows
 
+import tokenspeed_driver as tokens_driver
 from runtime_service import PageFeed, ReqToPage, RuntimeClient, TokenSpeedAdapter
+from tokenspeed_driver import MAX_PAGES_PER_ROW, MAX_ROWS, NUM_PAGES, PAGE_SIZE, STEPS, Driver, page_rows
 
 SEEDS = 20
 NEWER = "tokenspeed-scheduler==0.1.42"

@@ -1,6 +1,6 @@
 """A scheduler nobody here wrote: tokenspeed-scheduler, old (0.1.0) or new (0.1.42), under random requests.
 
-As a script it runs one seed after the other in whatever environment it is started with, and writes what was planned as JSON lines;
+As a script it runs one seed after the other in the environment it is started with, and writes what was planned as JSON lines;
 that is how the version that is not installed beside the tests is driven. Needs nothing but the wheel.
 """
 
