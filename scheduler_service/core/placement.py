@@ -152,13 +152,14 @@ class Placement:
         own = self.rows.pages[row, start:stop].copy()
         tokens = request.token_slice(start * self.page_size, stop * self.page_size)
         insertion = self.cache.insert_prefix(request.node, tokens, own)
-        self.cache.lock(insertion.node)
-        self.cache.unlock(request.node)
+        self.cache.deepen_lock(request.node, insertion.node)
         request.node = insertion.node
         self.pool.publish(insertion.inserted)
-        self.rows.repoint(row, start, insertion.canonical)
         self.rows.num_tree[row] = stop
-        self.pool.give(insertion.duplicates)
+        self.rows.version += 1
+        if len(insertion.duplicates):
+            self.rows.repoint(row, start, insertion.canonical)
+            self.pool.give(insertion.duplicates)
 
     def leave(self, row: int, publish_pages: int) -> None:
         """End the lease: publish the first `publish_pages` pages as far as they are not yet, free the rest."""

@@ -246,12 +246,12 @@ class Planner:
     # Requests without a row
 
     def _admit(self, plan_no: int, *, past_just_retracted: bool = False) -> None:
-        for request in self._retracted.requests() if len(self._retracted) else ():
-            if request.num_outstanding:
+        num_passed = 0
+        while (request := self._retracted.at(num_passed)) is not None:
+            if request.num_outstanding or (past_just_retracted and request.retracted_in_plan >= plan_no):
+                num_passed += 1
                 continue
             if request.retracted_in_plan >= plan_no:
-                if past_just_retracted:
-                    continue
                 return
             if not self._enter(request, Cause.RESUME):
                 return

@@ -24,9 +24,7 @@ import numpy as np
 from scheduler_service.core.errors import PageAccountingError
 from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import Int32Array
-from scheduler_service.core.radix_node import Insertion, Match, Node
-
-_NOTHING: Int32Array = np.empty(0, dtype=np.int32)
+from scheduler_service.core.radix_node import NO_PAGES, Insertion, Match, Node, joined
 
 
 class RadixCache:
@@ -62,7 +60,7 @@ class RadixCache:
                 self._journal.put(self._roots, namespace, None)
             for key in list(root.children):
                 self._journal.put(root.children, key, None)
-        return np.concatenate(held) if held else _NOTHING
+        return np.concatenate(held) if held else NO_PAGES
 
     @property
     def num_evictable(self) -> int:
@@ -86,7 +84,7 @@ class RadixCache:
             evictable += 0 if child.locks else shared
             position += shared * self.page_size
             node = child
-        return Match(node, _joined(parts), evictable)
+        return Match(node, joined(parts), evictable)
 
     def count_locked(self, node: Node, tokens: Int32Array) -> int:
         """How many pages below `node` hold a prefix of `tokens` and are locked; changes nothing.
@@ -139,7 +137,7 @@ class RadixCache:
             canonical.append(rest)
             node = child
             self._touch(node)
-        return Insertion(node, _joined(canonical), rest, pages[:index])
+        return Insertion(node, joined(canonical), rest, pages[:index])
 
     def lock(self, node: Node) -> None:
         """Keep `node` and its ancestors from eviction until `unlock`, and mark them as used now."""
@@ -153,6 +151,23 @@ class RadixCache:
             current.last_use = self.clock
             if current.parent is None and current.namespace not in self._roots:
                 self._journal.put(self._roots, current.namespace, current)
+            current = current.parent
+
+    def deepen_lock(self, node: Node, deeper: Node) -> None:
+        """`lock(deeper)` and `unlock(node)`, which is on the way from `deeper` to the root: one walk for both."""
+        self.clock += 1
+        current: Node | None = deeper
+        while current is not None and current is not node:
+            self._journal.keep(current)
+            if current.locks == 0:
+                self.num_locked += len(current.pages)
+            current.locks += 1
+            current.last_use = self.clock
+            current = current.parent
+        self.clock += 1
+        while current is not None:
+            self._journal.keep(current)
+            current.last_use = self.clock
             current = current.parent
 
     def unlock(self, node: Node) -> None:
@@ -204,7 +219,7 @@ class RadixCache:
                 self._enqueue(leaf)
             else:
                 self._remove(leaf)
-        return _joined(taken)
+        return joined(taken)
 
     def nodes(self) -> Iterator[Node]:
         """Every node that holds pages; for audits."""
@@ -231,7 +246,7 @@ class RadixCache:
     def _find_root(self, namespace: str) -> Node:
         """The root of a namespace; a new one is not kept before something holds on to it, since clients choose the names."""
         root = self._roots.get(namespace)
-        return root if root is not None else Node(None, _NOTHING, _NOTHING, 0, self._next_serial(), namespace)
+        return root if root is not None else Node(None, NO_PAGES, NO_PAGES, 0, self._next_serial(), namespace)
 
     def key(self, tokens: Int32Array, position: int) -> bytes:
         """How the child that goes on with `tokens[position:]` is found: one page of tokens; nothing where that is cut short."""
@@ -301,10 +316,3 @@ class RadixCache:
                 self._enqueue(node)
 
         return restore
-
-
-def _joined(parts: list[Int32Array]) -> Int32Array:
-    """The parts as one array, which is not to be written to."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else _NOTHING

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler_service.core.journal import Restore
 from scheduler_service.core.ops import Int32Array
+
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class Node:
@@ -56,3 +60,10 @@ class Insertion:
     canonical: Int32Array
     inserted: Int32Array
     duplicates: Int32Array
+
+
+def joined(parts: list[Int32Array]) -> Int32Array:
+    """The parts as one array, which is not to be written to."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NO_PAGES

@@ -237,9 +237,10 @@ class Scheduler:
         suspect = self._suspects.first()
         choice = self._planner.choose(lives.plan_no, idle=not self._in_flight, alone=suspect)
         if choice.is_empty:
-            eligible = list(self.requests.values()) if suspect is None else [suspect]
-            if not self._in_flight and any(request.retracted_in_plan < lives.plan_no for request in eligible):
-                raise NoProgressError(f"nothing was planned, although these could run: {eligible[:8]}")
+            if not self._in_flight:
+                eligible = list(self.requests.values()) if suspect is None else [suspect]
+                if any(request.retracted_in_plan < lives.plan_no for request in eligible):
+                    raise NoProgressError(f"nothing was planned, although these could run: {eligible[:8]}")
             return None
         return self._send(choice)
 

@@ -85,6 +85,10 @@ class RetractedList:
             if request.state is State.RETRACTED:
                 self.add(request)
 
+    def at(self, place: int) -> Request | None:
+        """The one at this place of the order, or None behind the last."""
+        return self._entries[place][1] if place < len(self._entries) else None
+
     def requests(self) -> list[Request]:
         """All of them, first in order first."""
         return [request for _, request in self._entries]
