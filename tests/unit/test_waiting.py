@@ -132,3 +132,12 @@ def test_retracted_list_handed_out_is_a_copy() -> None:
     for request in retracted.requests():
         retracted.remove(request)
     assert len(retracted) == 0
+
+
+def test_retracted_requests_have_places() -> None:
+    """Each is found at its place of the order, and behind the last there is none."""
+    retracted = RetractedList()
+    requests = [_request(arrival) for arrival in (3, 1, 2)]
+    for request in requests:
+        retracted.add(request)
+    assert [retracted.at(place) for place in range(4)] == [requests[1], requests[2], requests[0], None]

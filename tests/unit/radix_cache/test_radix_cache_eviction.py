@@ -26,6 +26,33 @@ def test_lock_holds_the_node_and_its_ancestors(cache: Any) -> None:
     assert cache.counts() == (2, 0, 2)
 
 
+@pytest.mark.parametrize("locked_before", [False, True])
+@pytest.mark.parametrize(("start", "end"), [(0, 3), (1, 3), (2, 3), (1, 2), (3, 3)])
+def test_deepening_a_lock_is_locking_and_unlocking(make_cache: Any, start: int, end: int, *, locked_before: bool) -> None:
+    """Counts, the lock that is left, ages and with them the order of eviction are those of the two calls."""
+    told = []
+    for deepens in (False, True):
+        cache = make_cache(2)
+        path = [cache.root()]
+        for i in range(3):
+            path.append(cache.publish([2 * i, 2 * i + 1], [7 + i], path[-1]).node)
+        cache.publish([90, 91], [20], path[1])
+        if locked_before:
+            cache.lock(path[2])
+        cache.lock(path[start])
+        if deepens:
+            cache.deepen_lock(path[start], path[end])
+        else:
+            cache.lock(path[end])
+            cache.unlock(path[start])
+        told.append([cache.shape(), cache.counts(), cache.clock, [node.last_use for node in path]])
+        cache.unlock(path[end])
+        if locked_before:
+            cache.unlock(path[2])
+        told[-1].append(cache.evict(4).tolist())
+    assert told[0] == told[1]
+
+
 def test_locks_count(cache: Any) -> None:
     """A page locked twice is free after two unlocks, and is counted once."""
     first = cache.publish([1, 2], [7]).node
