@@ -172,7 +172,7 @@ class ExecuteStream:
             if kind == "op":
                 if self._short_steps and self._run_op(request.op):
                     await asyncio.sleep(0)  # the answer goes out first
-                    if self.session_no:
+                    if self.session_no and self._thread.is_idle:
                         self._runner.prepare()
                 else:
                     self._submit_op(request.op)

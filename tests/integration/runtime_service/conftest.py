@@ -38,8 +38,9 @@ async def within(what: Awaitable[T]) -> T:
 class GatedExecutor(FingerprintExecutor):
     """The fingerprint model whose steps can be held and made to fail from the test."""
 
-    def __init__(self, settings: RuntimeSettings) -> None:
-        super().__init__(num_pages=64, page_size=settings.page_size)
+    def __init__(self, settings: RuntimeSettings, *, short_steps: bool = False) -> None:
+        super().__init__(num_pages=64, page_size=settings.page_size, short_steps=short_steps)
+        self.threads: list[int] = []
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
@@ -53,6 +54,7 @@ class GatedExecutor(FingerprintExecutor):
 
     def execute(self, batch: ForwardBatch) -> ExecutionResult:
         self.num_executed += 1
+        self.threads.append(threading.get_ident())
         self.entered.release()
         assert self.gate.wait(WAIT_S)
         if self.error is not None:
@@ -67,9 +69,9 @@ class GatedExecutor(FingerprintExecutor):
 class Runtime:
     """A runtime served in this process, and how to reach it."""
 
-    def __init__(self, settings: RuntimeSettings) -> None:
+    def __init__(self, settings: RuntimeSettings, *, short_steps: bool) -> None:
         self.settings = settings
-        self.executor = GatedExecutor(settings)
+        self.executor = GatedExecutor(settings, short_steps=short_steps)
         self.thread = ExecutionThread()
         self.stop = asyncio.Event()
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -115,7 +117,7 @@ async def start() -> AsyncIterator[Start]:
     """Starts runtimes on loopback ports; ends them all."""
     started: list[Runtime] = []
 
-    async def begin(**given: Any) -> tuple[Runtime, runtime_pb2_grpc.RuntimeServiceAsyncStub]:
+    async def begin(*, short_steps: bool = False, **given: Any) -> tuple[Runtime, runtime_pb2_grpc.RuntimeServiceAsyncStub]:
         given = {
             "listen": "127.0.0.1:0",
             "page_size": PAGE_SIZE,
@@ -123,7 +125,7 @@ async def start() -> AsyncIterator[Start]:
             "heartbeat_interval_s": 30.0,
             "grace_s": 0.2,
         } | given
-        runtime = Runtime(load_settings(**given))
+        runtime = Runtime(load_settings(**given), short_steps=short_steps)
         started.append(runtime)
         return runtime, await runtime.connect()
 
