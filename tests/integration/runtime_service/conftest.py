@@ -69,7 +69,7 @@ class GatedExecutor(FingerprintExecutor):
 class Runtime:
     """A runtime served in this process, and how to reach it."""
 
-    def __init__(self, settings: RuntimeSettings, *, short_steps: bool) -> None:
+    def __init__(self, settings: RuntimeSettings, *, short_steps: bool = False) -> None:
         self.settings = settings
         self.executor = GatedExecutor(settings, short_steps=short_steps)
         self.thread = ExecutionThread()
