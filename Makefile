@@ -34,11 +34,11 @@ bench: venv ## measure beside transformers and TokenSpeed's schedulers, and writ
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench,fast]'
 	$(BIN)/python benchmarks/bench_scheduler.py --json build/bench-scheduler.json
 	$(BIN)/python benchmarks/bench_scaling.py --json build/bench-scaling.json
-	$(BIN)/python benchmarks/bench_mirror.py --json build/bench-mirror.json
 	$(BIN)/python benchmarks/bench_wire.py --json build/bench-wire.json
 	$(BIN)/python benchmarks/bench_streaming.py --json build/bench-streaming.json
+	$(BIN)/python benchmarks/bench_mirror.py --json build/bench-mirror.json
 	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json
-	$(BIN)/python tools/write_performance.py build/bench-{scheduler,scaling,generate}.json
+	$(BIN)/python tools/write_performance.py build/bench-{scheduler,scaling,wire,streaming,mirror,generate}.json
 
 check: venv ## lint, format, types, dependency contracts, generated files
 	$(BIN)/ruff check .

@@ -8,22 +8,24 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FOLDER = Path(__file__).resolve().parent
 _LIMIT_BYTES = 1 << 24
 _STARTUP_S = 60.0
+_LAST_LINES = 8
 
 
 class Child:
     """A process that says on stdout where it serves."""
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self._process = process
-        self.address = address
+    def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self._name, self._process, self._errors = name, process, errors
+        self.address = ""
 
     @property
     def pid(self) -> int:
@@ -45,37 +47,50 @@ class Child:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         line = await process.stdout.readline()
         if not line:
-            raise SystemExit("a process ended while it was measured")
+            raise self.failure("ended while it was measured")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    async def read_address(self) -> None:
+        """Wait for the line that says where it serves."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_STARTUP_S):
+            line = (await self._process.stdout.readline()).decode()
+        if (match := re.search(r"ready on (\S+)", line)) is None:
+            raise self.failure("did not start")
+        self.address = match[1]
+
+    def failure(self, what: str) -> SystemExit:
+        """With what it said last."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        return SystemExit("\n".join((f"{self._name} {what}", *lines[-_LAST_LINES:])))
 
 
 @contextlib.asynccontextmanager
 async def child(*command: str, announces: bool = True) -> AsyncIterator[Child]:
     """Start a script of this folder, or what `-m` names, wait for the line that says where it serves; end it on leaving."""
     pipe = asyncio.subprocess.PIPE
+    name = " ".join(command[:3])
     if command[0] != "-m":
         command = (str(FOLDER / command[0]), *command[1:])
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed below)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", *command), stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL, limit=_LIMIT_BYTES,
+        *(sys.executable, "-P", *command), stdin=pipe, stdout=pipe, stderr=errors, limit=_LIMIT_BYTES,
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        address = ""
+        started = Child(name, process, errors)
         if announces:
-            assert process.stdout is not None
-            async with asyncio.timeout(_STARTUP_S):
-                line = (await process.stdout.readline()).decode()
-            if (match := re.search(r"ready on (\S+)", line)) is None:
-                raise SystemExit(f"{' '.join(command)} did not start")
-            address = match[1]
-        yield Child(process, address)
+            await started.read_address()
+        yield started
     finally:
         assert process.stdin is not None
         process.stdin.close()  # which some wait for
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
+        errors.close()
 
 
 def cpu_s(pid: int) -> float:

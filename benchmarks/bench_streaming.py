@@ -18,11 +18,11 @@ Tables:
 tokens/s is what the clients received, from the first step to the last message. µs/token is CPU time of the server's process, in
 "served" of the scheduler's in those steps in which all rows decoded, planning and the link to the runtime included; µs/token of
 the workers is that of all workers of the front end. Step times are measured in the scheduler's process: from a result to the
-next one, while all rows decode; p99 of a round, median of the rounds.
+next one, while all rows decode; their median and p99 are over all rounds, other figures are the median of the rounds.
 
 Everything shares the machine's cores. The clients are one process of low priority, because elsewhere they would not be on the
 scheduler's machine at all; where the cores do not suffice they get several tokens in one message. Kinds take turns, after a
-first round that does not count. Only ratios within one run mean something elsewhere.
+first, short round that does not count. Only ratios within one run mean something elsewhere.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ KINDS = (NONE, "Generate", "front end", "Session")
 WORKERS = 2
 NUM_PAGES = 1 << 16
 STEP_MS = (0.0, 5.0, 20.0)
+TOKENS = {0.0: (250, 70), 5.0: (250, 70), 20.0: (150, 50)}
+"""Of each of up to 256 streams, and of each of more."""
 AIMED_STREAMS, AIMED_STEP_MS = 256, 20.0
 ROUNDS = 3
 
@@ -57,7 +59,8 @@ def num_tokens(num_streams: int, step_ms: float, *, quick: bool) -> int:
     """Of each stream: enough steps for a p99, in a few seconds."""
     if quick:
         return 20
-    return {0.0: 400, 5.0: 250, 20.0: 150}[step_ms] if num_streams <= AIMED_STREAMS else {0.0: 200, 5.0: 100, 20.0: 60}[step_ms]
+    few, many = TOKENS[step_ms]
+    return few if num_streams <= AIMED_STREAMS else many
 
 
 def middle(rounds: list[Case]) -> Case:
@@ -71,12 +74,13 @@ async def measure_stream(options: argparse.Namespace, num_streams: int) -> dict[
     found: dict[str, list[Case]] = {}
     async with (
         child("_stream_pump.py", str(num_streams), str(tokens)) as server,
-        child("_stream_clients.py", str(num_streams), str(tokens), server.address) as clients,
+        child("_stream_clients.py", str(num_streams), server.address) as clients,
     ):
         for number in range(options.rounds + 1):
             for kind in ("Generate", "Session"):
                 began, used = time.perf_counter(), server.cpu_s()
-                answer = await clients.ask(kind=kind if kind == "Generate" else f"raw {kind}", name=f"{kind}{number}")
+                way = kind if kind == "Generate" else f"raw {kind}"
+                answer = await clients.ask(kind=way, name=f"{kind}{number}", tokens=tokens)
                 count, seconds, used = answer["tokens"], answer["ended"] - began, server.cpu_s() - used
                 if number:
                     case = {"tokens_per_s": count / seconds, "us_per_token": used / count * 1e6}
@@ -86,8 +90,8 @@ async def measure_stream(options: argparse.Namespace, num_streams: int) -> dict[
 
 async def measure_served(options: argparse.Namespace, num_streams: int, step_ms: float) -> dict[str, Case]:
     """A scheduler, a runtime, and a front end."""
-    tokens = num_tokens(num_streams, step_ms, quick=options.quick)
     found: dict[str, list[Case]] = {}
+    steps: dict[str, list[float]] = {}
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pagemirror-", dir=socket_base()))
@@ -97,35 +101,41 @@ async def measure_served(options: argparse.Namespace, num_streams: int, step_ms:
         served = ("--listen", "127.0.0.1:0", "--max-streams", "4096", "--log-level", "error")
         command = ("-m", "scheduler_service.cli", "frontend", "--scheduler", host.address, "--workers", str(WORKERS), *served)
         front = await enter(child(*command))
-        clients = await enter(child("_stream_clients.py", str(num_streams), str(tokens), host.address, front.address))
+        clients = await enter(child("_stream_clients.py", str(num_streams), host.address, front.address))
         for number in range(options.rounds + 1):
+            tokens = num_tokens(num_streams, step_ms, quick=options.quick or not number)
             for kind in KINDS:
                 await host.ask(do="hold", count=num_streams)
                 workers = front.children_cpu_s()
                 if kind == NONE:
                     answer = await host.ask(do="silent", count=num_streams, tokens=tokens)
                 else:
-                    answer = await clients.ask(kind=kind, name=f"{kind}{number}")
+                    answer = await clients.ask(kind=kind, name=f"{kind}{number}", tokens=tokens)
                 workers = front.children_cpu_s() - workers
-                steps = await host.ask(do="take", rows=num_streams)
+                taken = await host.ask(do="take", rows=num_streams)
                 if number:
-                    found.setdefault(kind, []).append(summarize(answer, steps, workers, num_streams))
-    return {kind: middle(rounds) for kind, rounds in found.items()}
+                    found.setdefault(kind, []).append(summarize(answer, taken, workers, num_streams))
+                    steps.setdefault(kind, []).extend(taken["step_us"])
+    return {kind: middle(rounds) | percentiles(steps[kind]) for kind, rounds in found.items()}
 
 
 def summarize(answer: dict[str, Any], taken: dict[str, Any], workers_s: float, num_streams: int) -> Case:
     """One round of one kind."""
-    steps = sorted(taken["step_us"])
-    if not steps:
+    num_steps = len(taken["step_us"])
+    if not num_steps:
         raise SystemExit(f"there was no step in which all {num_streams} rows decoded")
     return {
         "tokens_per_s": answer["tokens"] / (answer["ended"] - taken["began"]),
-        "us_per_token": taken["cpu_us"] / len(steps) / num_streams,
+        "us_per_token": taken["cpu_us"] / num_steps / num_streams,
         "workers_us_per_token": workers_s / answer["tokens"] * 1e6,
-        "step_p50_us": median(steps),
-        "step_p99_us": steps[min(len(steps) - 1, len(steps) * 99 // 100)],
-        "steps": len(steps),
     }
+
+
+def percentiles(steps: list[float]) -> Case:
+    """Of the steps of all rounds."""
+    ordered = sorted(steps)
+    p99 = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+    return {"step_p50_us": round(median(ordered), 1), "step_p99_us": round(p99, 1), "steps": len(ordered)}
 
 
 async def bench(options: argparse.Namespace) -> Report:

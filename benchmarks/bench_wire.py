@@ -73,9 +73,9 @@ def aims(report: Report) -> list[Report]:
     """What is aimed at, of the parts that were measured."""
     found = []
     if trip := report.get("trip"):
-        found.append(aim("round trip / bare echo", trip["ratio"], 1.4, at_most=True))
+        found.append(aim("round trip of a step, no-op model / bare echo", trip["ratio"], 1.4, at_most=True))
     return found + [
-        aim("5 ms step, overlap 1: part of the ideal steps/s", row["of_ideal"], 0.97, at_most=False)
+        aim("5 ms model step, overlap 1: steps/s / ideal", row["of_ideal"], 0.97, at_most=False)
         for row in report.get("bubble", [])
         if (row["step_ms"], row["overlap"]) == (5.0, 1)
     ]

@@ -4,8 +4,7 @@ benchmarks/bench_scheduler.py and benchmarks/bench_scaling.py.
 
 from __future__ import annotations
 
-import textwrap
-from typing import Any
+from page_parts import Aim, Report, aims_table, heading, machine_line, notes, number, prose, table
 
 OURS = "ours"
 PARTIES = {
@@ -14,6 +13,11 @@ PARTIES = {
     "tokenspeed_0.1.42": "TokenSpeed 0.1.42 (C++)",
     "tokenspeed_0.1.42_coarse": "TokenSpeed 0.1.42, prefixes by 64 tokens",
 }
+# line, what, stages (none: all), at most so many µs
+LIMITS = (
+    ("256 x 1k", "whole step", (), 100),
+    ("256 x 1k", "encode + decode", ("encode", "decode"), 10),
+)
 VARIED = {
     "context": "tokens of context in each row",
     "pool": "pages in the pool",
@@ -21,13 +25,6 @@ VARIED = {
     "tree": "nodes in the prefix cache",
     "lives": "nodes; one request comes, evicts, publishes and ends",
 }
-
-Report = dict[str, Any]
-
-
-def prose(text: str) -> list[str]:
-    """A paragraph in lines of readable length, and the empty line after it."""
-    return [*textwrap.wrap(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False), ""]
 
 
 def present(report: Report) -> list[str]:
@@ -46,43 +43,50 @@ def _title(line: str) -> str:
 def main_table(report: Report) -> list[str]:
     """Medians, and ratios in brackets."""
     parties = present(report)
-    lines = [
-        "| rows × context | " + " | ".join(PARTIES[party] for party in parties) + " |",
-        "|---|" + "---:|" * len(parties),
-    ]
+    rows = []
     for name, line in report["lines"].items():
         cells = []
         for party in parties:
             row, ratio = line["parties"].get(party), line.get(f"ratio_vs_{party}")
             value = "–" if row is None else f"{row['us']:,.0f}"
             cells.append(value if ratio is None else f"{value} ({ratio:.2f}×)")
-        lines.append(f"| {_title(name)} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+        rows.append([_title(name), *cells])
+    return table(("rows × context", *(PARTIES[party] for party in parties)), rows)
 
 
-def aims_table(reports: list[Report]) -> list[str]:
-    """What was aimed at, and whether it was reached."""
-    lines = ["| aimed at | measured | reached |", "|---|---:|---|"]
-    for report in reports:
-        for aim in report["aims"]:
-            said = "yes" if aim["reached"] else "**no**"
-            if report["benchmark"] == "scheduler":
-                what = f"{_title(aim['line'])}: ≥ {aim['aim']:g} × as fast as {PARTIES[aim['party']]}"
-            else:
-                what = f"{aim['line']}: the largest costs less than {aim['aim']:g} × the smallest"
-            lines.append(f"| {what} | {aim['value']:.2f} | {said} |")
-    return [*lines, ""] if len(lines) > 2 else []
+def aims(scheduler: Report, scaling: Report) -> list[Aim]:
+    """What was aimed at."""
+    found = []
+    for aim in scheduler["aims"]:
+        what = f"{_title(aim['line'])}: time of {PARTIES[aim['party']]} / pagemirror's"
+        key = f"scheduler: {aim['line']} / {aim['party']}"
+        found.append(Aim(key, what, f"≥ {aim['aim']:g}", f"{aim['value']:.2f}", aim["reached"]))
+    for line, what, stages, limit in LIMITS:
+        row = scheduler["lines"].get(line, {}).get("parties", {}).get(OURS)
+        if row is not None:
+            value = sum(row["stages_us"][stage] for stage in stages) if stages else row["us"]
+            key = f"scheduler: {line} / {what}"
+            found.append(Aim(key, f"{_title(line)}: {what}", f"≤ {limit} µs", number(value), value <= limit))
+    for aim in scaling["aims"]:
+        what = f"{VARIED[aim['line']]}, {_ends(scaling, aim['line'])}: cost of the largest / the smallest"
+        found.append(Aim(f"scaling: {aim['line']}", what, f"< {aim['aim']:g}", f"{aim['value']:.2f}", aim["reached"]))
+    return found
+
+
+def _ends(scaling: Report, line: str) -> str:
+    points = scaling["lines"][line]["points"]
+    return f"{points[0]['size']:,} → {points[-1]['size']:,}"
 
 
 def stages(report: Report) -> list[str]:
     """Where each party's time goes."""
-    lines = ["| | | stages, median µs; in italics what is not counted |", "|---|---|---|"]
+    rows = []
     for name, line in report["lines"].items():
         for party, row in line["parties"].items():
             parts = [f"{stage} {value:,.1f}" for stage, value in row["stages_us"].items()]
             parts += [f"*{stage} {value:,.1f}*" for stage, value in row["not_counted_us"].items()]
-            lines.append(f"| {_title(name)} | {PARTIES[party]} | {', '.join(parts)} |")
-    return [*lines, ""]
+            rows.append((_title(name), PARTIES[party], ", ".join(parts)))
+    return table(("", "", "stages, median µs; in italics what is not counted"), rows, left=3)
 
 
 def profiles(report: Report) -> list[str]:
@@ -106,8 +110,6 @@ def profiles(report: Report) -> list[str]:
 
 def method(report: Report) -> list[str]:
     """What was measured, and what it includes."""
-    machine = report["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["packages"].items() if number != "missing")
     missing = [f"{PARTIES.get(party, party)} did not run: {why}." for party, why in report["missing"].items()]
     return [
         *prose(
@@ -129,21 +131,25 @@ def method(report: Report) -> list[str]:
         ),
         *prose(
             f"""Rows differ in length by up to a page, so that in each step a sixteenth of them needs a page. Every party runs
-            in a process and an environment of its own; all are set up at once and measured in turn, {report["steps_per_round"]}
-            steps at a time, in {report["rounds"]} rounds whose order turns. That was done {report["runs"]} times with new
-            processes, because what is bound by memory varies severalfold with a machine's other load; a party's figure is the
-            best of its runs' medians. This machine changes its speed between minutes; only ratios mean much elsewhere.
-            Machine: {machine["cpu"]}, {machine["cpus"]} CPUs, {machine["system"]}, Python {machine["python"]}, {versions}. Load
-            average before the start: {machine["load_before"]:.2f}."""
+            in a process and an environment of its own; all are set up at once and measured in turn,
+            {report["steps_per_round"]} steps at a time, in {report["rounds"]} rounds whose order turns. That was done
+            {report["runs"]} times with new processes, because what is bound by memory varies severalfold with a machine's
+            other load; a party's figure is the best of its runs' medians. This machine changes its speed between minutes;
+            only ratios mean much elsewhere."""
         ),
+        *prose(machine_line(report)),
         *(prose(" ".join(missing)) if missing else []),
     ]
 
 
 def growth(report: Report) -> list[str]:
     """How cost grows with sizes, and memory."""
+    rows = []
+    for name, line in report["lines"].items():
+        points = [f"{point['size']:,}: {point['us']:,.0f} ({point['growth']:.2f})" for point in line["points"]]
+        rows.append((f"{name}: {VARIED[name]}", ", ".join(points)))
     lines = [
-        "## What does not matter to a step",
+        "## How a step's cost grows",
         "",
         *prose(
             """Each line varies one size; its points are schedulers in processes of their own, measured in turn as above. 256
@@ -152,13 +158,10 @@ def growth(report: Report) -> list[str]:
         ),
         "![Cost of a step over context, pool, queue and tree](scaling.svg)",
         "",
-        "| varied | µs |",
-        "|---|---|",
+        *table(("varied", "µs"), rows, left=2),
     ]
-    for name, line in report["lines"].items():
-        points = [f"{point['size']:,}: {point['us']:,.0f} ({point['growth']:.2f})" for point in line["points"]]
-        lines.append(f"| {name}: {VARIED[name]} | {', '.join(points)} |")
-    lines.append("")
+    for what, why in report["missing"].items():
+        lines += prose(f"{what} was not measured: {why}.")
     if held := report["memory"]:
         parts = {part: f"{value / 2**20:,.0f} MiB" for part, value in held["parts_bytes"].items()}
         lines += [
@@ -178,11 +181,9 @@ def growth(report: Report) -> list[str]:
 
 def render(scheduler: Report, scaling: Report) -> str:
     """The whole page."""
+    found = aims(scheduler, scaling)
     lines = [
-        "# Performance of the scheduler",
-        "",
-        "<!-- generated by tools/write_performance.py from scheduler.json and scaling.json; change the tool, not this page -->",
-        "",
+        *heading("Performance of the scheduler", "scheduler", "scaling"),
         *prose(
             """`benchmarks/bench_scheduler.py` and `benchmarks/bench_scaling.py` measured this; `make bench` repeats it. The
             rest is on [the page about performance](../performance.md)."""
@@ -194,7 +195,8 @@ def render(scheduler: Report, scaling: Report) -> str:
         *main_table(scheduler),
         "![One step of each scheduler](scheduler.svg)",
         "",
-        *aims_table([scheduler, scaling]),
+        *aims_table(found),
+        *notes(found),
         "## How it was measured",
         "",
         *method(scheduler),
@@ -213,13 +215,18 @@ def section(scheduler: Report) -> list[str]:
         "## The scheduler alone",
         "",
         *prose(
-            """µs that one step costs the scheduler, without a model, beside the C++ schedulers of TokenSpeed: planning, handing
-            over, and taking the tokens in. In brackets: the peer's time divided by pagemirror's."""
+            """µs that one step costs the scheduler, without a model, beside the C++ schedulers of TokenSpeed: planning,
+            handing over, and taking the tokens in. In brackets: the peer's time divided by pagemirror's."""
         ),
         *main_table(scheduler),
+        "![One step of each scheduler](performance/scheduler.svg)",
+        "",
+        "And by itself, over the length of the context, the sizes of pool, queue and prefix cache:",
+        "",
+        "![Cost of a step over context, pool, queue and tree](performance/scaling.svg)",
+        "",
         *prose(
             """[Performance of the scheduler](performance/scheduler.md) says what is counted for whom, where the time goes,
-            which aims were reached, how a step's cost grows with context, pool, queue and prefix cache, and what memory it
-            takes."""
+            how a step's cost grows with context, pool, queue and prefix cache, and what memory it takes."""
         ),
     ]
