@@ -37,7 +37,7 @@ bench: venv ## measure beside transformers and TokenSpeed's schedulers, and writ
 	$(BIN)/python benchmarks/bench_wire.py --json build/bench-wire.json
 	$(BIN)/python benchmarks/bench_streaming.py --json build/bench-streaming.json
 	$(BIN)/python benchmarks/bench_mirror.py --json build/bench-mirror.json
-	$(BIN)/python benchmarks/bench_generate.py --output build/bench-generate.json
+	$(BIN)/python benchmarks/bench_generate.py --rounds 2 --output build/bench-generate.json
 	$(BIN)/python tools/write_performance.py build/bench-{scheduler,scaling,wire,streaming,mirror,generate}.json
 
 check: venv ## lint, format, types, dependency contracts, generated files

@@ -47,7 +47,7 @@ KINDS = (NONE, "Generate", "front end", "Session")
 WORKERS = 2
 NUM_PAGES = 1 << 16
 STEP_MS = (0.0, 5.0, 20.0)
-TOKENS = {0.0: (250, 70), 5.0: (250, 70), 20.0: (150, 50)}
+TOKENS = {0.0: (160, 50), 5.0: (200, 50), 20.0: (120, 40)}
 """Of each of up to 256 streams, and of each of more."""
 AIMED_STREAMS, AIMED_STEP_MS = 256, 20.0
 ROUNDS = 3
