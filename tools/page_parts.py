@@ -85,11 +85,13 @@ def plain_aims(benchmark: str, report: Report) -> list[Aim]:
     ]
 
 
-def machine_line(report: Report) -> str:
+def machine_text(report: Report) -> str:
     """What it was measured on."""
     machine = report["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version != "missing")
-    return (
-        f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['system']}, Python {machine['python']}, {versions}. Load "
-        f"average before the start: {machine['load_before']:.2f}."
-    )
+    return f"Machine: {machine['cpu']}, {machine['cpus']} CPUs, {machine['system']}, Python {machine['python']}, {versions}."
+
+
+def machine_line(report: Report) -> str:
+    """What it was measured on, and how busy that was."""
+    return f"{machine_text(report)} Load average before the start: {report['machine']['load_before']:.2f}."

@@ -9,7 +9,10 @@ import mirror_page
 import scheduler_page
 import streaming_page
 import wire_page
-from page_parts import Aim, Report, machine_line, notes, prose, table
+from page_parts import Aim, Report, machine_text, notes, prose, table
+
+PROFILES = """Where the scheduler spends the lines of its table that missed an aim, function by function, is on
+[its page](performance/scheduler.md#profiles-of-what-missed-its-aim)."""
 
 
 def aims(kept: dict[str, Report]) -> Iterator[tuple[str, Aim]]:
@@ -42,6 +45,7 @@ def reached(kept: dict[str, Report]) -> list[str]:
         ),
         *table(("aimed at", "", "measured", "reached", "page"), rows),
         *notes(aim for _, aim in found),
+        *(prose(PROFILES) if kept["scheduler"]["profiles"] else []),
     ]
 
 
@@ -78,7 +82,8 @@ def render(kept: dict[str, Report]) -> str:
         ),
         *prose(
             f"""Virtual machines change their speed between minutes, by a factor of up to two: only ratios within one run mean
-            much. {machine_line(kept["scheduler"])} Before each script it was: {loads}."""
+            much. {machine_text(kept["generate"])} Load average before each script, that of the scripts before it included:
+            {loads}."""
         ),
         *missing(kept),
         *scheduler_page.section(kept["scheduler"]),
