@@ -195,19 +195,19 @@ class VllmServicer(GatewayServicer):
 
 
 def _sampling(request_id: str, params: Any, facts: ModelFacts) -> SamplingParams:
-    """Parameters of a message where 0 is how an unset field reads, for all that have no other use for it."""
-    defaults = facts.defaults
+    """Parameters of a message where 0 is how an unset field reads: it asks for nothing, but for the temperature, which is told
+    apart. The gateway has filled in the model's defaults.
+    """
     if params.HasField("logprobs") and params.logprobs < 0:
         raise UnsupportedFieldError(request_id, "logprobs", "those of all tokens are too many")
-    temperature = params.temperature if params.HasField("temperature") else defaults.get("temperature", 1.0)
-    top_k = int(params.top_k or defaults.get("top_k", 0))
+    temperature = params.temperature if params.HasField("temperature") else facts.defaults.get("temperature", 1.0)
     return SamplingParams(
         temperature=float(temperature),
-        top_k=top_k if top_k > 0 else None,
-        top_p=float(params.top_p or defaults.get("top_p", 1.0)),
-        min_p=float(params.min_p or defaults.get("min_p", 0.0)),
+        top_k=params.top_k or None,
+        top_p=params.top_p or 1.0,
+        min_p=params.min_p,
         min_new_tokens=limit_of(request_id, "min_tokens", params.min_tokens),
-        repetition_penalty=float(params.repetition_penalty or defaults.get("repetition_penalty", 1.0)),
+        repetition_penalty=params.repetition_penalty or 1.0,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=tuple(sorted(params.logit_bias.items())),
