@@ -137,3 +137,24 @@ async def test_what_is_not_served_is_said_to_be_unimplemented(gateway: GatewayOf
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_bytes_that_are_no_message_are_refused(gateway: GatewayOf) -> None:
+    """As on the public port: INVALID_ARGUMENT for a request, a plain method and the service's whole life after them."""
+    async with gateway() as served:
+        service = {"tokenspeed": "tokenspeed.grpc.scheduler.TokenSpeedScheduler", "vllm": "vllm.grpc.engine.VllmEngine"}
+        for method in ("Generate", "Abort", "GetLoads"):
+            call = served.channel.unary_stream(f"/{service[served.api.name]}/{method}")(b"\xff\xff\xff")
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+        assert (await served.run([1, 2, 3], 4))[1].finish_reason == "length"
+
+
+async def test_full_port_still_takes_aborts(gateway: GatewayOf) -> None:
+    """Requests have a limit of their own, --max-streams; what ends them has another."""
+    async with gateway(max_streams=1) as served:
+        call = served.stub.Generate(served.api.request([1, 2], None, request_id="only", stream=True))
+        await call.read()
+        code, details = await served.refused(served.api.request([1]))
+        assert (code, "--max-streams" in details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        await served.stub.Abort(served.api.abort("only"))
+        await served.until(lambda: not served.engine.core.requests)
