@@ -15,7 +15,7 @@ import structlog
 
 from scheduler_service.core.errors import InternalError, PagemirrorError, UnknownRequestError
 from scheduler_service.core.ops import GREEDY, Int32Array, SamplingParams
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import FinishReason, Request
 from scheduler_service.errors import DrainingError
 from scheduler_service.metrics import Metrics
 from scheduler_service.session_outbox import Outbox
@@ -143,6 +143,13 @@ class EngineLoop(StepLoop):
     def abort(self, request_id: str) -> None:
         """End a live request. Raises UnknownRequestError."""
         self.core.abort(request_id)
+        self._changed()
+
+    def stop_request(self, request_id: str) -> None:
+        """End a live request that has come to its stop, which only its reader could see. Raises UnknownRequestError."""
+        request = self.get(request_id)
+        self.core.abort(request_id)
+        request.finish_reason = FinishReason.STOP  # for its account and the metrics; to the core it is over either way
         self._changed()
 
     def retract(self, request_id: str) -> None:

@@ -101,6 +101,10 @@ class GatewayOutput(Protocol):
     def abort(self) -> None:
         """End the request if it is not over; its pages are free at once. Its output need not be taken any more."""
 
+    def stop(self) -> None:
+        """The same for a request that has come to its stop, where the engine tells the two apart."""
+        self.abort()
+
 
 class GatewayEngine(Protocol):
     """One model, served."""

@@ -212,8 +212,8 @@ def _find(stops: StopStrings, tokens: list[int]) -> tuple[int, str] | None:
 
 
 async def _end(output: GatewayOutput) -> Finish:
-    """End a request now; its account. What it still puts out is nobody's."""
-    output.abort()
+    """End a request now that its stop has come; its account. What it still puts out is nobody's."""
+    output.stop()
     try:
         while (piece := await output.take()).finished is None:
             pass

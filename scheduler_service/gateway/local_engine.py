@@ -109,6 +109,11 @@ class LocalOutput:
         """See GatewayOutput."""
         self._engine.release(self._subscription)
 
+    def stop(self) -> None:
+        """See GatewayOutput."""
+        if not self._subscription.finished:
+            self._engine.stop_request(self._subscription.request.request_id)
+
     def _finish(self) -> Finish:
         request = self._subscription.request
         if request.finish_reason is None:
