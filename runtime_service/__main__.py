@@ -88,6 +88,10 @@ def runtime(
     keepalive_s: Annotated[
         float | None, typer.Option(help="Seconds of silence until a scheduler is asked whether it is there. Default: 10.")
     ] = None,
+    stuck_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds without the end of a step until health says NOT_SERVING. Default: 30.")
+    ] = None,
+    reflection: Annotated[bool | None, typer.Option("--reflection", help="Serve gRPC reflection.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Seconds that calls may take to end at shutdown. Default: 5.")] = None,
     exit_with_parent: Annotated[
         int | None, typer.Option(metavar="PID", help="End when the process PID ends, however it ends.")

@@ -39,6 +39,7 @@ from runtime_service.wire import MAX_MESSAGE_BYTES, RuntimeFacts
 log = structlog.get_logger(__name__)
 
 THREAD_JOIN_S = 1.0
+STUCK_TICKS = 4
 MAX_CONCURRENT_RPCS = 64
 MAX_CONNECTIONS = 64
 MAX_METADATA_BYTES = 16 * 1024
@@ -128,10 +129,12 @@ async def serve(
     servicer.register(server)
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if settings.reflection:
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     stopping = asyncio.ensure_future(stop.wait())
     parent = asyncio.ensure_future(watch_process(settings.exit_with_parent)) if settings.exit_with_parent else None
     ending = {stopping} if parent is None else {stopping, parent}
+    watching: asyncio.Task[None] | None = None
     try:
         claim_unix_path(settings.listen)
         address = bind(server, settings.listen, settings.tls)
@@ -144,19 +147,40 @@ async def serve(
             runner, facts = loading.result()
             servicer.set_ready(runner, facts)
             await _set_health(checker, serving=True)
+            watching = asyncio.create_task(_watch_thread(thread, settings.stuck_timeout_s, checker))
             (announce or _print)(readiness_line(address, facts))
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
         log.info("shutting down", cause="the parent process is gone" if parent is not None and parent.done() else "asked to")
     finally:
-        # Streams first: they would otherwise hold the server for the whole grace.
-        servicer.shut_down()
+        if watching is not None:
+            watching.cancel()
         await checker.enter_graceful_shutdown()
+        # The stream is ended by us: it would otherwise hold the server for the whole grace. The scheduler keeps its requests.
+        servicer.shut_down()
         await server.stop(settings.grace_s)
         thread.stop()
         for task in ending:
             task.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _watch_thread(thread: ExecutionThread, limit_s: float, checker: health.aio.HealthServicer) -> None:
+    """Say NOT_SERVING while a job is awaited and none has ended for the limit; looks are counted, as the clock may have stood
+    still with us.
+    """
+    before: int | None = None
+    ticks, serving = 0, True
+    while True:
+        await asyncio.sleep(limit_s / STUCK_TICKS)
+        now = thread.num_done if thread.num_given > thread.num_done else None
+        ticks = ticks + 1 if now is not None and now == before else 0
+        before = now
+        if (ticks < STUCK_TICKS) is not serving:
+            serving = not serving
+            if not serving:
+                log.warning("stuck", limit_s=limit_s)
+            await _set_health(checker, serving=serving)
 
 
 async def _set_health(checker: health.aio.HealthServicer, *, serving: bool) -> None:

@@ -85,6 +85,8 @@ class ExecutionThread:
     def __init__(self, name: str = "execution") -> None:
         self._jobs = _Jobs()
         self._pending: deque[tuple[_Job[Any], SecondHalf[Any]]] = deque()
+        self.num_given = 0
+        """Jobs since the start."""
         self._num_unanswered = 0  # known to the event loop alone
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -115,6 +117,7 @@ class ExecutionThread:
     ) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
+        self.num_given += 1
         self._num_unanswered += 1
         self._jobs.put(_Job(run, future, loop, max_pending, then))
         return future
@@ -125,6 +128,11 @@ class ExecutionThread:
         next one, it may do itself what is for the thread to do.
         """
         return not self._num_unanswered
+
+    @property
+    def num_done(self) -> int:
+        """Jobs that have ended, as the event loop knows."""
+        return self.num_given - self._num_unanswered
 
     @property
     def num_queued(self) -> int:

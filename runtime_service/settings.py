@@ -72,6 +72,10 @@ class RuntimeSettings(BaseSettings):
     heartbeat_interval_s: Annotated[float, Field(ge=0.01, le=60)] = 1.0
     keepalive_s: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0
     """A scheduler that is silent for so long is asked whether it is there, and has half as long to answer."""
+    stuck_timeout_s: Annotated[float, Field(ge=0.01, le=86_400)] = 30.0
+    """Time without the end of a step that was begun, in seconds, after which health says NOT_SERVING."""
+    reflection: bool = False
+    """Serve gRPC reflection."""
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long calls may take to end at shutdown, in seconds."""
     exit_with_parent: Annotated[int, Field(ge=1)] | None = None

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import structlog
@@ -20,6 +21,7 @@ from scheduler_service.metrics import Metrics
 from scheduler_service.public_server import HealthBoard, PublicServer
 from scheduler_service.settings import SchedulerSettings
 from scheduler_service.vllm_metrics import VllmCollector
+from scheduler_service.watchdog import Watchdog
 
 log = structlog.get_logger("pagemirror.app")
 
@@ -85,10 +87,13 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
         settings.runtime_tls.credentials()  # told now, not at a connection that is tried again and again
     elif far := [target for target in settings.runtimes if not is_local(target)]:
         log.warning("plaintext_to_runtime", runtimes=far, reason="no --runtime-tls-ca")
-    # Bound before anything slow: a port in use is told at once, and early clients wait in the backlog.
+    # Before anything slow: a port in use is told at once, health says how far we are, and calls of early clients wait.
     front = PublicServer(settings, metrics, board)
     server, address = front.server, front.address
     gateway = None if settings.gateway_listen is None else GatewayServer(settings, metrics, board)
+    front.gate.opened.clear()
+    board.show(False)
+    board.note("cold", True)
     if settings.metrics_port is not None:
         host = settings.metrics_address
         log.info("serving_metrics", host=host, port=metrics.serve(host, settings.metrics_port))
@@ -97,28 +102,36 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     if gateway is not None:
         gateway.add(LocalEngine(engine))
     servers = [server] if gateway is None else [server, gateway.server]
-    parent = asyncio.create_task(stop.follow_parent(exit_with_parent)) if exit_with_parent else None
+    tasks = [asyncio.create_task(stop.follow_parent(exit_with_parent))] if exit_with_parent else []
     try:
         with stop.installed():
+            await server.start()
             if not await first(engine.start(), stop.drain.wait()):
                 return 0
-            for each in servers:
-                await each.start()
+            watchdog = Watchdog(engine.awaited, settings.stuck_timeout, partial(board.note, "stuck"))
+            tasks.append(asyncio.create_task(watchdog.run(), name="watchdog"))
+            if not await first(engine.warm_up(), stop.drain.wait()):
+                return 0
+            board.note("cold", False)
+            front.gate.opened.set()
+            if gateway is not None:
+                await gateway.server.start()
             also = "" if gateway is None else f"; {gateway.api} on {gateway.address}"
             announce(f"pagemirror ready on {address} (model {engine.facts.model}{also})")
             log.info("serving", address=address, runtime=settings.runtime, model=engine.facts.model)
             failed = await first(engine.failed.wait(), stop.drain.wait())
             if not failed:
                 log.info("draining", grace_s=settings.grace)
-                await board.servicer.enter_graceful_shutdown()
+                await board.drain()
                 await first(engine.drain(settings.grace), stop.now.wait())
             # Streams are ended by us: a server that stops waits for them, and for ever where one is not read.
             engine.end_all(DrainingError())
+            await engine.stop()
             await asyncio.gather(*(each.stop(_STOP_GRACE_S) for each in servers))
             return 1 if failed else 0
     finally:
-        if parent is not None:
-            parent.cancel()
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*(each.stop(None) for each in servers))
         await engine.stop()
         metrics.close()

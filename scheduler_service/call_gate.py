@@ -62,6 +62,9 @@ class CallGate(aio.ServerInterceptor):
         self._limits = {self._service: max_calls, _CHECK: MAX_CHECKS, "": max_others}
         self._open: Counter[str] = Counter()
         self._request_timeout_s = request_timeout_s
+        self.opened = asyncio.Event()
+        """Set unless calls of the service are to wait: there is nothing yet that could serve them."""
+        self.opened.set()
         self._watch = _StallWatch(write_timeout_s, metrics)
 
     @property
@@ -89,7 +92,7 @@ class CallGate(aio.ServerInterceptor):
         self._open[kind] += 1
         task.add_done_callback(lambda _: self._open.subtract((kind,)))
         handler = await continuation(handler_call_details)
-        return self._guard(handler) if kind and handler is not None else handler
+        return self._guard(handler, waits=kind == self._service) if kind and handler is not None else handler
 
     def _admits(self, call: grpc.HandlerCallDetails) -> bool:
         return self._tokens is None or self._tokens.admits(call.invocation_metadata)
@@ -104,18 +107,22 @@ class CallGate(aio.ServerInterceptor):
         # A handler of streams need not read a message first: nothing of a stranger's is taken in.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _guard(self, handler: Any) -> Any:
+    def _guard(self, handler: Any, *, waits: bool) -> Any:
         """A handler of one request, as one of streams that reads the request itself and is watched while it writes; one of
         streams as it is, but watched.
         """
 
         async def converse(requests: Any, context: Any) -> None:
+            if waits:
+                await self.opened.wait()
             watched = WatchedContext(context)
             with self._watch.over(watched):
                 await handler.stream_stream(requests, watched)
 
         async def serve(requests: Any, context: Any) -> None:
             request = await self._read_request(context)
+            if waits:
+                await self.opened.wait()
             watched = WatchedContext(context)
             with self._watch.over(watched):
                 if handler.response_streaming:

@@ -89,6 +89,9 @@ HeartbeatTimeout = Annotated[
     float | None, typer.Option(help="Seconds of silence until the runtime counts as gone.  [default: 5]")
 ]
 StepTimeout = Annotated[float | None, typer.Option(help="Longest time of one step, in seconds.  [default: 120]")]
+StuckTimeout = Annotated[
+    float | None, typer.Option(help="Seconds without a result that is awaited until health says NOT_SERVING.  [default: 30]")
+]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.  [default: info]")]
 LogJson = Annotated[bool | None, typer.Option("--log-json", help="One JSON object a log line.")]
 MetricsHost = Annotated[str | None, typer.Option(help="Serve them on this address.  [default: that of --listen, or loopback]")]
@@ -106,6 +109,9 @@ GatewayListen = Annotated[
 Api = Annotated[GatewayApi | None, typer.Option(help="What the gateway finds there.  [default: tokenspeed]")]
 GatewayTokenizer = Annotated[
     Path | None, typer.Option(help="Folder of the tokenizer's files, for the gateway.  [default: as the runtime says]")
+]
+Reflection = Annotated[
+    bool | None, typer.Option("--reflection", help="Serve gRPC reflection, for tools such as grpcurl that ask what there is.")
 ]
 RuntimeTlsCa = Annotated[Path | None, typer.Option(help="Reach the runtime by TLS; its certificate is from this authority.")]
 RuntimeTlsCert = Annotated[Path | None, typer.Option(help="Certificate to show to the runtime.")]

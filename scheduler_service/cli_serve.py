@@ -37,6 +37,7 @@ from scheduler_service.cli_options import (
     OverlapDepth,
     Policy,
     PrefixCache,
+    Reflection,
     RuntimeTimeout,
     RuntimeTlsCa,
     RuntimeTlsCert,
@@ -45,6 +46,7 @@ from scheduler_service.cli_options import (
     ServerTokens,
     SessionWindow,
     StepTimeout,
+    StuckTimeout,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -63,7 +65,7 @@ OF_THE_PORT = {"tls_cert", "tls_key", "tls_ca", "token_file"}
 """Options of `up` that go to whichever process has the public port."""
 OF_THE_FRONT_END = OF_THE_PORT | {
     *("max_streams", "max_connections", "max_message_mib", "max_unread_tokens", "write_timeout", "keepalive"),
-    *("insecure", "grace", "log_level", "log_json"),
+    *("insecure", "reflection", "grace", "log_level", "log_json"),
 }
 """Options of `up` that go to the front end, where there is one; those that are not of the port to the scheduler as well."""
 
@@ -105,6 +107,7 @@ def up(
     tls_ca: TlsCa = None,
     token_file: ServerTokens = None,
     insecure: Insecure = None,
+    reflection: Reflection = None,
     max_streams: MaxStreams = None,
     max_connections: MaxConnections = None,
     max_message_mib: MaxMessageMib = None,
@@ -116,6 +119,7 @@ def up(
     runtime_timeout: RuntimeTimeout = None,
     heartbeat_timeout: HeartbeatTimeout = None,
     step_timeout: StepTimeout = None,
+    stuck_timeout: StuckTimeout = None,
     log_level: LogLevel = None,
     log_json: LogJson = None,
 ) -> None:
@@ -162,6 +166,7 @@ def up(
         "tls_ca": tls_ca,
         "token_file": token_file,
         "insecure": insecure,
+        "reflection": reflection,
         "max_streams": max_streams,
         "max_connections": max_connections,
         "max_message_mib": max_message_mib,
@@ -173,6 +178,7 @@ def up(
         "runtime_timeout": runtime_timeout,
         "heartbeat_timeout": heartbeat_timeout,
         "step_timeout": step_timeout,
+        "stuck_timeout": stuck_timeout,
         "log_level": log_level,
         "log_json": log_json,
     }
@@ -226,6 +232,7 @@ def scheduler(
     tls_ca: TlsCa = None,
     token_file: ServerTokens = None,
     insecure: Insecure = None,
+    reflection: Reflection = None,
     max_streams: MaxStreams = None,
     max_connections: MaxConnections = None,
     max_message_mib: MaxMessageMib = None,
@@ -247,6 +254,7 @@ def scheduler(
     runtime_timeout: RuntimeTimeout = None,
     heartbeat_timeout: HeartbeatTimeout = None,
     step_timeout: StepTimeout = None,
+    stuck_timeout: StuckTimeout = None,
     log_level: LogLevel = None,
     log_json: LogJson = None,
     exit_with_parent: ExitWithParent = None,

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagemirror.v1 import forward_pb2, generation_pb2, generation_pb2_grpc
 from scheduler_service.channels import handshake_trouble
@@ -225,6 +226,18 @@ class Client:
         """Empty the prefix cache; returns the pages freed."""
         request = generation_pb2.ResetPrefixCacheRequest(force=force)
         return (await self._call(self.stub.ResetPrefixCache(request, metadata=self.metadata()))).freed_pages
+
+    async def watch_health(self) -> AsyncGenerator[bool, None]:
+        """Whether the health service says SERVING: now, and whenever that changes, as long as the connection lasts. True, and
+        no more, of a server that has no such service or no room for watchers.
+        """
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            async for answer in stub.Watch(health_pb2.HealthCheckRequest(), metadata=self.metadata()):
+                yield answer.status == health_pb2.HealthCheckResponse.SERVING
+        except grpc.aio.AioRpcError as error:
+            if error.code() in {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED}:
+                yield True
 
     async def _call(self, call: Awaitable[_T]) -> _T:
         try:

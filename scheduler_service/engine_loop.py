@@ -8,9 +8,11 @@ the core is in one piece.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 
 from scheduler_service.core.errors import InternalError, PagemirrorError, UnknownRequestError
@@ -24,6 +26,8 @@ from scheduler_service.step_loop import StepLoop
 from scheduler_service.subscription import Subscriber, Subscription
 
 log = structlog.get_logger("pagemirror.engine")
+
+_WARM_UP_PAUSE_S = 1.0  # after one that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,25 @@ class EngineLoop(StepLoop):
         super().__init__(settings, metrics, on_connected)
         self.draining = False
         self._outboxes: set[Outbox] = set()
+
+    def awaited(self) -> tuple[int, int] | None:
+        """Session and number of the step whose result is awaited; None: of no step."""
+        return (self.core.session_no, self.num_steps) if self.core.num_in_flight else None
+
+    async def warm_up(self) -> None:
+        """Have the runtime compute a request of one token; returns when it has, however often that takes."""
+        options = SubmitOptions(max_tokens=1, prefix_cache=False)
+        while True:
+            try:
+                subscription = self.submit(f"warm-up-{secrets.token_hex(4)}", np.zeros(1, dtype=np.int32), options)
+                while not subscription.exhausted:
+                    await subscription.take()
+                if subscription.error is None:
+                    return
+                raise subscription.error
+            except PagemirrorError as error:
+                log.warning("warm_up_failed", reason=str(error))
+                await asyncio.sleep(_WARM_UP_PAUSE_S)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait up to `grace_s` for the live ones, end the rest with UNAVAILABLE."""

@@ -22,7 +22,9 @@ _OPEN_TIMEOUT_S = 10.0
 
 
 class SchedulerLink:
-    """To be run as a task for as long as the front end serves. `on_connected` is told whenever a session begins or ends."""
+    """To be run as a task for as long as the front end serves. `on_connected` is told whether there is a session with a
+    scheduler whose health is SERVING, whenever that changes.
+    """
 
     def __init__(
         self, target: str, security: ClientSecurity, *, max_unread: int, on_connected: Callable[[bool], None] = lambda _: None
@@ -58,17 +60,24 @@ class SchedulerLink:
             client, session = await self._connect()
             self._current = client, session
             self.tried.set()
-            self._on_connected(True)
+            health = asyncio.create_task(self._follow_health(client), name="scheduler-health")
             log.info("session_opened", scheduler=self._target, window=session.window)
             try:
                 await session.over.wait()
             finally:
                 self._current = None
+                health.cancel()
+                await asyncio.gather(health, return_exceptions=True)
                 await session.close()
                 await client.close()
             self._reason = str(session.broken)
             log.warning("session_lost", scheduler=self._target, reason=self._reason)
             self._on_connected(False)
+
+    async def _follow_health(self, client: Client) -> None:
+        """Tell what the scheduler's health service says, as long as there is a session."""
+        async for serving in client.watch_health():
+            self._on_connected(serving)
 
     async def _connect(self) -> tuple[Client, Session]:
         pause = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + tenacity.wait_random(

@@ -51,8 +51,8 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
             if await first(asyncio.shield(tasks[0]), stop.drain.wait()):  # raises what ended it
                 raise InternalError("the link to the scheduler ended")
             log.info("draining", grace_s=settings.grace, live=servicer.num_live)
+            await board.drain()
             servicer.draining = True
-            await board.servicer.enter_graceful_shutdown()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.grace):
                     await first(servicer.idle.wait(), stop.now.wait())  # a second signal: at once

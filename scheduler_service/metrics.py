@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.histograms import BulkHistogram
 from scheduler_service.metric_server import MetricServer
 from scheduler_service.tally import STEP_BOUNDS, Tally
@@ -38,6 +39,12 @@ class Fill:
         """Share of the pages that running requests hold, shared ones counted once."""
         total = self.free + self.cached + self.private
         return (self.private + self.locked) / total if total else 0.0
+
+
+def fill_of(core: Scheduler) -> Fill:
+    """The present one."""
+    pages, live = core.stats(), (core.num_waiting, core.num_running, core.num_retracted)
+    return Fill(*live, pages.free, pages.cached, pages.private, core.placement.cache.num_locked, core.num_retractions)
 
 
 class CallMetrics(MetricServer):

@@ -1,4 +1,4 @@
-"""The public server: GenerationService, health and reflection behind the gate, with the limits of the settings."""
+"""The public server: GenerationService, health and, if wanted, reflection behind the gate, with the limits of the settings."""
 
 from __future__ import annotations
 
@@ -28,25 +28,35 @@ _SPARE_CALLS = 64  # refused ones, while they are told so
 
 
 class HealthBoard:
-    """The health service: SERVING while a runtime serves us, under the empty name and those of the services."""
+    """The health service: SERVING while nothing speaks against it, under the empty name and under those of the services."""
 
     def __init__(self) -> None:
         self.servicer = health.aio.HealthServicer()
         self._names = ["", SERVICE_NAME]
+        self._against: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, name: str) -> None:
-        """One more service; before the first `show`."""
+        """One more service; before the first `show` or `note`."""
         self._names.append(name)
 
     def show(self, serving: bool) -> None:
-        """Change the answer, from the next turn of the event loop on."""
+        """Whether a runtime, or a scheduler that has one, serves us."""
+        self.note("disconnected", not serving)
+
+    def note(self, reason: str, holds: bool) -> None:
+        """`reason` speaks against serving, or does not any more; the answer changes from the next turn of the event loop on."""
+        (self._against.add if holds else self._against.discard)(reason)
         states = health_pb2.HealthCheckResponse
-        status = states.SERVING if serving else states.NOT_SERVING
+        status = states.NOT_SERVING if self._against else states.SERVING
         for name in self._names:
             task = asyncio.ensure_future(self.servicer.set(name, status))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """NOT_SERVING from now on, whatever else is noted."""
+        await self.servicer.enter_graceful_shutdown()
 
 
 class PublicServer:
@@ -80,7 +90,8 @@ class PublicServer:
         if not is_local(settings.listen):
             _warn(settings, self.address)
         health_pb2_grpc.add_HealthServicer_to_server(board.servicer, self.server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        if settings.reflection:
+            reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
 
     def add(self, engine: EngineLoop) -> None:
         """Serve this engine; before `start`."""

@@ -32,6 +32,7 @@ class PublicSettings(BaseSettings):
     tls_ca: Path | None = None
     token_file: Path | None = None
     insecure: bool = False
+    reflection: bool = False
 
     gateway_listen: str | None = None
     """Where a gateway is served, if any is."""

@@ -65,6 +65,7 @@ class SchedulerSettings(PublicSettings):
     runtime_timeout: float = Field(default=60.0, gt=0)
     heartbeat_timeout: float = Field(default=5.0, gt=0)
     step_timeout: float = Field(default=120.0, gt=0)
+    stuck_timeout: float = Field(default=30.0, gt=0)
 
     @field_validator("runtime")
     @classmethod

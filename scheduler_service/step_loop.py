@@ -31,7 +31,7 @@ from scheduler_service.core.ops import ForwardOp
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.dump import dump_failure
 from scheduler_service.failures import Failures
-from scheduler_service.metrics import Fill, Metrics
+from scheduler_service.metrics import Metrics, fill_of
 from scheduler_service.recorder import RecordingScheduler
 from scheduler_service.runtime_group import Disagreement, RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
@@ -303,10 +303,7 @@ class StepLoop:
         now = asyncio.get_running_loop().time()
         if now >= self._fill_at or not self.core.has_work:
             self._fill_at = now + _FILL_INTERVAL_S
-            core, pages = self.core, self.core.stats()
-            live = (core.num_waiting, core.num_running, core.num_retracted)
-            locked, lost = core.placement.cache.num_locked, core.num_retractions
-            self.metrics.set_fill(Fill(*live, pages.free, pages.cached, pages.private, locked, lost))
+            self.metrics.set_fill(fill_of(self.core))
 
     def _note_connected(self, connected: bool) -> None:
         self.metrics.connected.set(connected)

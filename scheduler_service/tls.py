@@ -26,7 +26,7 @@ class ServerTls(ServerCertificates):
     @staticmethod
     @override
     def fail(role: str, path: Path, reason: str) -> TlsFileError:
-        return TlsFileError(path, reason)
+        return TlsFileError(path, reason.removeprefix("cannot be read: "))
 
 
 @dataclass(frozen=True, slots=True)

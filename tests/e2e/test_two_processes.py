@@ -28,7 +28,7 @@ async def test_one_command_serves_and_the_clients_find_it(
     """The whole use: tokens by the command line, many at once in a tiny pool, rows, retraction, reset, disconnect, drain."""
     env = child_env | {"TMPDIR": str(short_tmp)}
     pool = ["--page-size", "4", "--num-pages", "30", "--max-pages-per-row", "30", "--chunk-size", "8", "--check"]
-    async with commands.serving(commands.up("--model", "fingerprint", *pool), env, short_tmp / "log") as served:
+    async with commands.serving(commands.up("--model", "fingerprint", "--reflection", *pool), env, short_tmp / "log") as served:
         target = ["--target", served.target]
         assert set(served.children()) == {"runtime", "scheduler"}
         assert await commands.run(env, "generate", *target, "--tokens", "1,2,3", "--max-tokens", "6") == (0, NUMBERS, "")

@@ -71,7 +71,7 @@ async def test_forms_of_the_header(serving: Callable[..., Any], token_file: Path
 
 async def test_health_needs_no_token_and_reflection_does(serving: Callable[..., Any], token_file: Path) -> None:
     """Probes have no secrets; what the server can do is for those who may use it."""
-    async with serving(token_file=token_file) as served, served.client(token_file=token_file) as client:
+    async with serving(token_file=token_file, reflection=True) as served, served.client(token_file=token_file) as client:
         stub = health_pb2_grpc.HealthStub(client._channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
         reflection = reflection_pb2_grpc.ServerReflectionStub(client._channel)
