@@ -30,6 +30,7 @@ from runtime_service.execution import ExecutionThread
 from runtime_service.executors import create_executor
 from runtime_service.executors.base import Capacity, ModelExecutor
 from runtime_service.listen import bind, claim_unix_path
+from runtime_service.metrics import RuntimeMetrics
 from runtime_service.parent import watch_process
 from runtime_service.servicer import SERVICE_NAME, RuntimeServicer
 from runtime_service.settings import RuntimeSettings
@@ -125,7 +126,10 @@ async def serve(
         options=(*SERVER_OPTIONS, *pings),
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
     )
+    metrics = None if settings.metrics_port is None else RuntimeMetrics()
     servicer = RuntimeServicer(thread)
+    if metrics is not None:
+        servicer.notes.append(lambda step, answer: metrics.note(answer))
     servicer.register(server)
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -139,6 +143,9 @@ async def serve(
         claim_unix_path(settings.listen)
         address = bind(server, settings.listen, settings.tls)
         await _set_health(checker, serving=False)
+        if metrics is not None and settings.metrics_port is not None:
+            port = metrics.serve(settings.metrics_host, settings.metrics_port)
+            log.info("serving metrics", host=settings.metrics_host, port=port)
         await server.start()
         log.info("listening, loading the model", address=address, model=settings.model)
         loading = thread.call(partial(load, settings, create))
@@ -146,6 +153,8 @@ async def serve(
         if loading.done():
             runner, facts = loading.result()
             servicer.set_ready(runner, facts)
+            if metrics is not None:
+                metrics.set_ready(facts.model.name)
             await _set_health(checker, serving=True)
             watching = asyncio.create_task(_watch_thread(thread, settings.stuck_timeout_s, checker))
             (announce or _print)(readiness_line(address, facts))
@@ -158,6 +167,8 @@ async def serve(
         # The stream is ended by us: it would otherwise hold the server for the whole grace. The scheduler keeps its requests.
         servicer.shut_down()
         await server.stop(settings.grace_s)
+        if metrics is not None:
+            metrics.close()
         thread.stop()
         for task in ending:
             task.cancel()

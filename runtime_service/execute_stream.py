@@ -23,6 +23,7 @@ import structlog
 from runtime_service import wire
 from runtime_service.errors import Refusal, shorten
 from runtime_service.execution import ExecutionThread
+from runtime_service.ops import StepResult
 from runtime_service.pending_step import PendingStep
 from runtime_service.step_runner import StepRunner
 
@@ -40,6 +41,7 @@ WRITE_TIMEOUT_S = 60.0
 """A scheduler that reads nothing for so long loses its stream, so that another one can be served."""
 
 Write = Callable[[wire.ExecuteResponse], Awaitable[None]]
+Note = Callable[[PendingStep | Refusal, StepResult | Refusal], None]
 
 
 class EndStream(Exception):
@@ -81,8 +83,9 @@ class ExecuteStream:
         write_timeout_s: float = WRITE_TIMEOUT_S,
         *,
         short_steps: bool = False,
+        note: Note = lambda step, answer: None,
     ) -> None:
-        """`short_steps`: see `ModelInfo`."""
+        """`short_steps`: see `ModelInfo`. `note` is told each step and its answer, by whoever executes."""
         self.scheduler_epoch = hello.scheduler_epoch
         self.session_no = hello.session_no
         """Number of the present session; 0 once the stream is over."""
@@ -90,6 +93,7 @@ class ExecuteStream:
         self._overlap_depth = hello.overlap_depth
         self._thread = thread
         self._runner = runner
+        self._note = note
         # Each answer with the room that it frees when it is written.
         self._outbox: asyncio.Queue[tuple[wire.ExecuteResponse, asyncio.Semaphore | None] | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_UNANSWERED_OPS)
@@ -238,6 +242,7 @@ class ExecuteStream:
         answer = launched if isinstance(launched, Refusal) else self._runner.collect(launched)
         if self.session_no != session_no:
             return None
+        self._note(launched, answer)
         if isinstance(answer, Refusal):
             return wire.refusal_to_proto(answer)
         self.last_step = max(self.last_step, answer.step)

@@ -13,8 +13,11 @@ from typing_extensions import override
 
 from pagemirror.v1 import runtime_pb2, runtime_pb2_grpc
 from runtime_service import wire
-from runtime_service.execute_stream import EndStream, ExecuteStream
+from runtime_service.errors import Refusal
+from runtime_service.execute_stream import EndStream, ExecuteStream, Note
 from runtime_service.execution import ExecutionThread
+from runtime_service.ops import StepResult
+from runtime_service.pending_step import PendingStep
 from runtime_service.session import MAX_OVERLAP_DEPTH
 from runtime_service.step_runner import RowsSnapshot, StepRunner
 from runtime_service.wire import RuntimeFacts
@@ -35,6 +38,8 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
 
     def __init__(self, thread: ExecutionThread) -> None:
         self._thread = thread
+        self.notes: list[Note] = []
+        """Told of each step and its answer, see `ExecuteStream`; to be filled before the first session."""
         self._ready: asyncio.Future[tuple[StepRunner, RuntimeFacts]] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         self._stream: ExecuteStream | None = None
@@ -182,9 +187,13 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
                 detail = f"session {hello.session_no} is not higher than the present one, {present.session_no}"
                 raise EndStream(grpc.StatusCode.FAILED_PRECONDITION, detail)
             present.end(grpc.StatusCode.ABORTED, f"session {hello.session_no} took over from {present.session_no}")
-        self._stream = ExecuteStream(hello, self._thread, runner, short_steps=facts.model.short_steps)
+        self._stream = ExecuteStream(hello, self._thread, runner, short_steps=facts.model.short_steps, note=self._note)
         log.info("session opens", scheduler_epoch=f"{hello.scheduler_epoch:#018x}", session_no=hello.session_no)
         return self._stream
+
+    def _note(self, step: PendingStep | Refusal, answer: StepResult | Refusal) -> None:
+        for note in self.notes:
+            note(step, answer)
 
     def _leave(self, stream: ExecuteStream, runner: StepRunner) -> None:
         """The stream is over. Unless another one has taken its place, everything it held is dropped."""

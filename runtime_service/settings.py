@@ -76,6 +76,9 @@ class RuntimeSettings(BaseSettings):
     """Time without the end of a step that was begun, in seconds, after which health says NOT_SERVING."""
     reflection: bool = False
     """Serve gRPC reflection."""
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """Where metrics are served, over plain HTTP."""
+    metrics_host: str = "127.0.0.1"
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long calls may take to end at shutdown, in seconds."""
     exit_with_parent: Annotated[int, Field(ge=1)] | None = None
@@ -143,6 +146,11 @@ class RuntimeSettings(BaseSettings):
             raise ValueError(
                 f"--listen {self.listen} can be reached from other machines, and without mutual TLS any of them could drive"
                 " this runtime; give --tls-cert, --tls-key and --tls-ca, listen on 127.0.0.1 or unix:/PATH, or say --insecure"
+            )
+        if self.metrics_port is not None and not self.insecure and not is_local(f"{self.metrics_host}:0"):
+            raise ValueError(
+                f"--metrics-host {self.metrics_host} can be reached from other machines, and metrics are plain HTTP;"
+                " listen on 127.0.0.1 or say --insecure"
             )
         if self.graph_buckets is not None and self.graph_buckets[-1] > self.max_rows:
             raise ValueError(f"--graph-buckets has {self.graph_buckets[-1]}, above --max-rows {self.max_rows}")

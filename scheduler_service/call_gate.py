@@ -19,7 +19,7 @@ from grpc import aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # see cancel_call
 from typing_extensions import override
 
-from scheduler_service.metrics import Metrics
+from scheduler_service.metrics import CallMetrics
 from scheduler_service.tokens import TokenFile
 
 log = structlog.get_logger("pagemirror.gate")
@@ -48,7 +48,7 @@ class CallGate(aio.ServerInterceptor):
     def __init__(
         self,
         service: str,
-        metrics: Metrics,
+        metrics: CallMetrics,
         *,
         tokens: TokenFile | None = None,
         max_calls: int = 1024,
@@ -183,7 +183,7 @@ class _StallWatch:
     Looks are counted, not seconds: when this process itself was stopped for a while, that is one look, not the peer's fault.
     """
 
-    def __init__(self, limit_s: float, metrics: Metrics) -> None:
+    def __init__(self, limit_s: float, metrics: CallMetrics) -> None:
         self._limit_s = limit_s
         self._metrics = metrics
         self._calls: set[WatchedContext] = set()

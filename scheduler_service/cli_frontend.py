@@ -18,6 +18,8 @@ from scheduler_service.cli_options import (
     MaxMessageMib,
     MaxStreams,
     MaxUnreadTokens,
+    MetricsHost,
+    MetricsPort,
     Reflection,
     ServerTokens,
     TlsCa,
@@ -59,13 +61,16 @@ def frontend(
     scheduler_token_file: Annotated[
         Path | None, typer.Option(help="Show the first token of this file to the scheduler.")
     ] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
     grace: Grace = None,
     log_level: LogLevel = None,
     log_json: LogJson = None,
 ) -> None:
     """Serve GenerationService from processes of their own, each of which reaches the scheduler over one stream.
 
-    Limits are those of each worker. Every option can also be given in the environment, as PAGEMIRROR_WORKERS and so on.
+    Limits are those of each worker, and each serves metrics: the first on --metrics-port, the next one on the port above. Every
+    option can also be given in the environment, as PAGEMIRROR_WORKERS and so on.
     """
     import asyncio
 

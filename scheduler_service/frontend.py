@@ -88,7 +88,7 @@ class Frontend:
         if self._stopping.is_set():
             _terminate(process)
         assert process.stdin is not None
-        process.stdin.write(settings.model_dump_json().encode())
+        process.stdin.write(settings.of_worker(n).model_dump_json().encode())
         process.stdin.close()
         reader = asyncio.create_task(self._read_address(n, process, policy))
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import grpc
 import structlog
 import tenacity
 
-from scheduler_service.client import Client
+from scheduler_service.client import Client, RpcFailedError
 from scheduler_service.client_security import ClientSecurity
 from scheduler_service.session_client import Session
 from scheduler_service.session_output import SessionCallError
@@ -27,12 +28,18 @@ class SchedulerLink:
     """
 
     def __init__(
-        self, target: str, security: ClientSecurity, *, max_unread: int, on_connected: Callable[[bool], None] = lambda _: None
+        self,
+        target: str,
+        security: ClientSecurity,
+        *,
+        max_unread: int,
+        on_connected: Callable[[bool], None] = lambda _: None,
+        on_model: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._target = target
         self._security = security
         self._max_unread = max_unread
-        self._on_connected = on_connected
+        self._on_connected, self._on_model = on_connected, on_model
         self._reason = "no session was opened yet"
         self._current: tuple[Client, Session] | None = None
         self.tried = asyncio.Event()
@@ -75,7 +82,9 @@ class SchedulerLink:
             self._on_connected(False)
 
     async def _follow_health(self, client: Client) -> None:
-        """Tell what the scheduler's health service says, as long as there is a session."""
+        """Tell which model is served, and what the scheduler's health service says, as long as there is a session."""
+        with contextlib.suppress(RpcFailedError):
+            self._on_model((await client.info()).model)
         async for serving in client.watch_health():
             self._on_connected(serving)
 

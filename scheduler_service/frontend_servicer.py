@@ -31,6 +31,8 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, link: SchedulerLink) -> None:
         self._link = link
         self.draining = False
+        self.num_requests = self.num_tokens = 0
+        """Calls of Generate so far, and tokens written to them."""
         self.num_live = 0
         """Calls of Generate that are being served."""
         self.idle = asyncio.Event()
@@ -40,6 +42,7 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
     @override
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Stream one request's tokens; whatever ends the call ends the request."""
+        self.num_requests += 1
         async with _statuses(context, "Generate"):
             if self.draining:
                 raise DrainingError
@@ -56,6 +59,7 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
                     while True:
                         piece = await output.take()
                         await context.write(_response(piece))
+                        self.num_tokens += len(piece.tokens)
                         if piece.finished is not None:
                             return
                 finally:

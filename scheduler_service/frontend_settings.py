@@ -18,6 +18,8 @@ class FrontendSettings(PublicSettings):
     scheduler: str
     """Its address."""
     workers: int = Field(default=1, ge=1, le=256)
+    worker: int = Field(default=0, ge=0)
+    """Number of the worker that reads these."""
     scheduler_tls_ca: Path | None = None
     scheduler_tls_cert: Path | None = None
     scheduler_tls_key: Path | None = None
@@ -32,9 +34,16 @@ class FrontendSettings(PublicSettings):
 
     @model_validator(mode="after")
     def _can_be_shared(self) -> Self:
+        if self.metrics_port and self.metrics_port + self.workers > 65536:
+            raise ValueError(f"--metrics-port {self.metrics_port} leaves no port each for {self.workers} workers")
         if self.workers > 1 and self.listen.startswith("unix:"):
             raise ValueError("--workers above 1 needs --listen HOST:PORT: processes cannot share a unix socket")
         return self
+
+    def of_worker(self, n: int) -> FrontendSettings:
+        """What worker `n`, from 0, is told: its metrics have the port `n` above the given one."""
+        port = self.metrics_port + n if self.metrics_port else self.metrics_port
+        return self.model_copy(update={"worker": n, "metrics_port": port})
 
     def security(self) -> ClientSecurity:
         """Towards the scheduler. Raises StartError for files that cannot be used."""

@@ -13,10 +13,10 @@ from scheduler_service import event_loop
 from scheduler_service.app import StopSignals, first
 from scheduler_service.core.errors import InternalError, PagemirrorError
 from scheduler_service.frontend_link import SchedulerLink
+from scheduler_service.frontend_metrics import FrontendMetrics
 from scheduler_service.frontend_servicer import FrontendServicer
 from scheduler_service.frontend_settings import FrontendSettings
 from scheduler_service.logs import configure_logs
-from scheduler_service.metrics import Metrics
 from scheduler_service.public_server import HealthBoard, PublicServer
 
 log = structlog.get_logger("pagemirror.frontend")
@@ -34,11 +34,27 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     board = HealthBoard()
     security = settings.security()
     await security.channel(settings.scheduler).close()  # what is wrong with its files is told now
-    front = PublicServer(settings, Metrics(), board, share_port=settings.workers > 1)
-    link = SchedulerLink(settings.scheduler, security, max_unread=settings.max_unread_tokens, on_connected=board.show)
+    metrics = FrontendMetrics(settings.worker)
+    metrics.watch_tasks(asyncio.get_running_loop())
+    front = PublicServer(settings, metrics, board, share_port=settings.workers > 1)
+
+    def show(connected: bool) -> None:
+        board.show(connected)
+        metrics.set_connected(connected)
+
+    link = SchedulerLink(
+        settings.scheduler,
+        security,
+        max_unread=settings.max_unread_tokens,
+        on_connected=show,
+        on_model=metrics.set_model,
+    )
     board.show(False)
-    servicer = FrontendServicer(link)
+    servicer = metrics.servicer = FrontendServicer(link)
     front.add_servicer(servicer)
+    if settings.metrics_port is not None:
+        host = settings.metrics_address
+        log.info("serving_metrics", host=host, port=metrics.serve(host, settings.metrics_port))
     tasks = [asyncio.create_task(link.run(), name="link")]
     if parent is not None:
         tasks.append(asyncio.create_task(stop.follow_parent(parent)))
@@ -62,6 +78,7 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await front.server.stop(None)
+        metrics.close()
 
 
 def main() -> None:

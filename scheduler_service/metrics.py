@@ -14,10 +14,11 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pagemirror.histograms import BulkHistogram
+from pagemirror.metric_server import MetricServer
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.histograms import BulkHistogram
-from scheduler_service.metric_server import MetricServer
+from scheduler_service.errors import StartError
 from scheduler_service.tally import STEP_BOUNDS, Tally
 
 
@@ -49,6 +50,8 @@ def fill_of(core: Scheduler) -> Fill:
 
 class CallMetrics(MetricServer):
     """What any process with a public port counts."""
+
+    fail = StartError
 
     def __init__(self) -> None:
         super().__init__()

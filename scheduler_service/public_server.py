@@ -16,7 +16,7 @@ from scheduler_service.call_gate import MAX_CHECKS, MAX_OTHER_CALLS, CallGate
 from scheduler_service.channels import bind, server_options
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.generation_servicer import GenerationServicer
-from scheduler_service.metrics import Metrics
+from scheduler_service.metrics import CallMetrics
 from scheduler_service.public_settings import PublicSettings
 from scheduler_service.tokens import TokenFile
 
@@ -66,7 +66,7 @@ class PublicServer:
         StartError: the address cannot be had, or a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: PublicSettings, metrics: Metrics, board: HealthBoard, *, share_port: bool = False) -> None:
+    def __init__(self, settings: PublicSettings, metrics: CallMetrics, board: HealthBoard, *, share_port: bool = False) -> None:
         tokens = None if settings.token_file is None else TokenFile(settings.token_file)
         self.gate = CallGate(
             SERVICE_NAME,

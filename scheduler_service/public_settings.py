@@ -50,6 +50,9 @@ class PublicSettings(BaseSettings):
 
     grace: float = Field(default=30.0, ge=0)
 
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str | None = None
+
     log_level: str = "info"
     log_json: bool = False
 
@@ -95,6 +98,11 @@ class PublicSettings(BaseSettings):
                 f"--gateway-listen {self.gateway_listen} can be reached from other machines, and a gateway speaks to its"
                 " workers without TLS and without a token; listen on 127.0.0.1 or unix:/PATH, or say --insecure"
             )
+        if self.metrics_host is not None and not self.insecure and not is_local(f"{self.metrics_host}:0"):
+            raise ValueError(
+                f"--metrics-host {self.metrics_host} can be reached from other machines, and metrics are plain HTTP;"
+                " listen on 127.0.0.1 or say --insecure"
+            )
         return self
 
     @property
@@ -103,6 +111,15 @@ class PublicSettings(BaseSettings):
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def metrics_address(self) -> str:
+        """Host for the metrics: that of the public port where plaintext may be spoken on it."""
+        if self.metrics_host is not None:
+            return self.metrics_host
+        if self.listen.startswith("unix:") or not (self.insecure or is_local(self.listen)):
+            return "127.0.0.1"
+        return self.listen.rpartition(":")[0].strip("[]")
 
 
 def load(kind: type[_S], given: Mapping[str, object]) -> _S:

@@ -8,7 +8,6 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from pagemirror.addresses import is_local
 from scheduler_service.agreement import ExpectedShape
 from scheduler_service.core.config import MAX_OVERLAP_DEPTH, RefreshPolicy, SchedulerConfig, Verify
 from scheduler_service.public_settings import PublicSettings, SettingsError, check_address, check_pair, load
@@ -32,8 +31,6 @@ class SchedulerSettings(PublicSettings):
 
     runtime: str
     """Its address, or with commas between them those of several that receive the same ops."""
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str | None = None
     vllm_metrics: bool = False
 
     runtime_tls_ca: Path | None = None
@@ -99,13 +96,6 @@ class SchedulerSettings(PublicSettings):
         check_pair("runtime-tls", self.runtime_tls_cert, self.runtime_tls_key)
         if self.runtime_tls_ca is None and (self.runtime_tls_cert is not None or self.runtime_tls_name):
             raise ValueError("--runtime-tls-cert, --runtime-tls-key and --runtime-tls-name need --runtime-tls-ca")
-        if self.insecure:
-            return self
-        if self.metrics_host is not None and not is_local(f"{self.metrics_host}:0"):
-            raise ValueError(
-                f"--metrics-host {self.metrics_host} can be reached from other machines, and metrics are plain HTTP;"
-                " listen on 127.0.0.1 or say --insecure"
-            )
         return self
 
     @property
@@ -114,15 +104,6 @@ class SchedulerSettings(PublicSettings):
         if self.runtime_tls_ca is None:
             return None
         return ClientTls(self.runtime_tls_ca, self.runtime_tls_cert, self.runtime_tls_key, self.runtime_tls_name)
-
-    @property
-    def metrics_address(self) -> str:
-        """Host for the metrics: that of the public port where plaintext may be spoken on it."""
-        if self.metrics_host is not None:
-            return self.metrics_host
-        if self.listen.startswith("unix:") or not (self.insecure or is_local(self.listen)):
-            return "127.0.0.1"
-        return self.listen.rpartition(":")[0].strip("[]")
 
     @property
     def runtimes(self) -> tuple[str, ...]:

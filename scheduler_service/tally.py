@@ -16,9 +16,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from pagemirror.histograms import BulkHistogram
 from scheduler_service.core.ops import Cause, ForwardOp, RowStatus, StepResult
 from scheduler_service.core.request import FinishReason, Request
-from scheduler_service.histograms import BulkHistogram
 
 Places = npt.NDArray[np.intp]
 

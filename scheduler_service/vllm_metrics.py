@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from pagemirror.histograms import BulkHistogram
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import FinishReason
-from scheduler_service.histograms import BulkHistogram
 from scheduler_service.metrics import Metrics
 from scheduler_service.tally import VLLM_BETWEEN_TOKENS_BOUNDS, VLLM_FIRST_TOKEN_BOUNDS, VLLM_REQUEST_BOUNDS
 

@@ -13,7 +13,7 @@ from scheduler_service.channels import bind, server_options
 from scheduler_service.errors import StartError
 from scheduler_service.gateway.engine import GatewayEngine
 from scheduler_service.gateway.tokenizer_files import TokenizerFiles
-from scheduler_service.metrics import Metrics
+from scheduler_service.metrics import CallMetrics
 from scheduler_service.public_server import HealthBoard
 from scheduler_service.public_settings import PublicSettings
 
@@ -29,7 +29,7 @@ class GatewayServer:
         StartError: the address cannot be had, or the packages of the extra `gateway` are not installed.
     """
 
-    def __init__(self, settings: PublicSettings, metrics: Metrics, board: HealthBoard, *, share_port: bool = False) -> None:
+    def __init__(self, settings: PublicSettings, metrics: CallMetrics, board: HealthBoard, *, share_port: bool = False) -> None:
         assert settings.gateway_listen is not None
         self.api = settings.api
         try:

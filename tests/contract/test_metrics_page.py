@@ -8,7 +8,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from runtime_service.metrics import RuntimeMetrics
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.frontend_metrics import FrontendMetrics
 from scheduler_service.metrics import Metrics
 from scheduler_service.vllm_metrics import VllmCollector
 
@@ -42,3 +44,9 @@ def test_families_of_the_scheduler(project_root: Path) -> None:
     both.set_runtime("m", SchedulerConfig(page_size=4, num_pages=8, max_rows=2, max_pages_per_row=4, vocab_size=9))
     ours = listed(project_root, "The scheduler")
     assert listed(project_root, "vLLM's names") == {k: v for k, v in served(both.registry).items() if k not in ours}
+
+
+def test_families_of_the_other_processes(project_root: Path) -> None:
+    """A front end's worker, and a runtime."""
+    assert listed(project_root, "A front end") == served(FrontendMetrics(0).registry)
+    assert listed(project_root, "The runtime") == served(RuntimeMetrics().registry)

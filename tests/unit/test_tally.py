@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from pagemirror.histograms import BulkHistogram
 from scheduler_driver import PlainRuntime
 from scheduler_service.core.config import RefreshPolicy, SchedulerConfig
 from scheduler_service.core.ops import Cause, RowStatus, StepResult
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.histograms import BulkHistogram
 from scheduler_service.tally import Tally
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Thread
+from typing import ClassVar
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.metrics_core import Metric
 from typing_extensions import override
-
-from scheduler_service.errors import StartError
 
 
 class LabelledRegistry(CollectorRegistry):
@@ -53,6 +52,8 @@ class _Some:
 class MetricServer:
     """The registry of one process, with the process's own families in it, and the thread that answers scrapes."""
 
+    fail: ClassVar[Callable[[str], Exception]] = OSError
+
     def __init__(self) -> None:
         self.registry = LabelledRegistry()
         ProcessCollector(registry=self.registry)  # open files, memory, CPU time
@@ -60,11 +61,11 @@ class MetricServer:
         self._thread: Thread | None = None
 
     def serve(self, host: str, port: int) -> int:
-        """Answer `GET /metrics` from a thread until `close`; returns the port. Raises StartError when it is in use."""
+        """Answer `GET /metrics` from a thread until `close`; returns the port. Raises what `fail` makes when it is in use."""
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
-            raise StartError(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
+            raise self.fail(f"cannot serve metrics on {host}:{port}: {error.strerror or error}") from error
         return int(self._server.server_port)
 
     def close(self) -> None:
