@@ -92,6 +92,7 @@ def runtime(
         float | None, typer.Option(help="Seconds without the end of a step until health says NOT_SERVING. Default: 30.")
     ] = None,
     reflection: Annotated[bool | None, typer.Option("--reflection", help="Serve gRPC reflection.")] = None,
+    otlp_endpoint: Annotated[str | None, typer.Option(help="Send traces to this collector: http://HOST:4317.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
     metrics_host: Annotated[str | None, typer.Option(help="And on this address. Default: 127.0.0.1.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Seconds that calls may take to end at shutdown. Default: 5.")] = None,

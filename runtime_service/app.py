@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpc import aio
@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pagemirror.unreadable import UnreadableMessages
 from runtime_service.embedding import open_runner
-from runtime_service.errors import RuntimeServiceError
+from runtime_service.errors import RuntimeServiceError, SettingError
 from runtime_service.execution import ExecutionThread
 from runtime_service.executors import create_executor
 from runtime_service.executors.base import Capacity, ModelExecutor
@@ -36,6 +36,9 @@ from runtime_service.servicer import SERVICE_NAME, RuntimeServicer
 from runtime_service.settings import RuntimeSettings
 from runtime_service.step_runner import StepRunner
 from runtime_service.wire import MAX_MESSAGE_BYTES, RuntimeFacts
+
+if TYPE_CHECKING:
+    from pagemirror.tracing import Traces
 
 log = structlog.get_logger(__name__)
 
@@ -130,6 +133,7 @@ async def serve(
     servicer = RuntimeServicer(thread)
     if metrics is not None:
         servicer.notes.append(lambda step, answer: metrics.note(answer))
+    traces = _open_traces(settings.otlp_endpoint, servicer)
     servicer.register(server)
     checker = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checker, server)
@@ -169,11 +173,28 @@ async def serve(
         await server.stop(settings.grace_s)
         if metrics is not None:
             metrics.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
         thread.stop()
         for task in ending:
             task.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def _open_traces(endpoint: str | None, servicer: RuntimeServicer) -> Traces | None:
+    """Trace the steps of first tokens, if an endpoint is given. Raises SettingError where the packages for it are missing."""
+    if endpoint is None:
+        return None
+    try:
+        from pagemirror.tracing import Traces
+        from runtime_service.first_token_spans import FirstTokenSpans
+    except ImportError as error:
+        limit = f"needs packages that are not here: pip install 'pagemirror[tracing]' ({error})"
+        raise SettingError("--otlp-endpoint", endpoint, limit) from error
+    traces = Traces(endpoint, "pagemirror-runtime")
+    servicer.notes.append(FirstTokenSpans(traces).note)
+    return traces
 
 
 async def _watch_thread(thread: ExecutionThread, limit_s: float, checker: health.aio.HealthServicer) -> None:

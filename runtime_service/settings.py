@@ -76,6 +76,8 @@ class RuntimeSettings(BaseSettings):
     """Time without the end of a step that was begun, in seconds, after which health says NOT_SERVING."""
     reflection: bool = False
     """Serve gRPC reflection."""
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
+    """Where traces are sent: the URL of a collector that speaks OTLP over gRPC."""
     metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
     """Where metrics are served, over plain HTTP."""
     metrics_host: str = "127.0.0.1"

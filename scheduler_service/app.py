@@ -20,6 +20,7 @@ from scheduler_service.gateway.server import GatewayServer
 from scheduler_service.metrics import Metrics
 from scheduler_service.public_server import HealthBoard, PublicServer
 from scheduler_service.settings import SchedulerSettings
+from scheduler_service.tracing_setup import close_traces, open_traces, trace_requests
 from scheduler_service.vllm_metrics import VllmCollector
 from scheduler_service.watchdog import Watchdog
 
@@ -83,14 +84,16 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     if settings.vllm_metrics:
         metrics.registry.register(VllmCollector(metrics))
     metrics.watch_tasks(asyncio.get_running_loop())
+    traces = open_traces(settings.otlp_endpoint, "pagemirror-scheduler")
+    trace_requests(metrics.tally, traces)
     if settings.runtime_tls is not None:
         settings.runtime_tls.credentials()  # told now, not at a connection that is tried again and again
     elif far := [target for target in settings.runtimes if not is_local(target)]:
         log.warning("plaintext_to_runtime", runtimes=far, reason="no --runtime-tls-ca")
     # Before anything slow: a port in use is told at once, health says how far we are, and calls of early clients wait.
-    front = PublicServer(settings, metrics, board)
+    front = PublicServer(settings, metrics, board, traces=traces)
     server, address = front.server, front.address
-    gateway = None if settings.gateway_listen is None else GatewayServer(settings, metrics, board)
+    gateway = None if settings.gateway_listen is None else GatewayServer(settings, metrics, board, traces=traces)
     front.gate.opened.clear()
     board.show(False)
     board.note("cold", True)
@@ -135,6 +138,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
         await asyncio.gather(*(each.stop(None) for each in servers))
         await engine.stop()
         metrics.close()
+        await close_traces(traces)
 
 
 async def first(wanted: Awaitable[Any], otherwise: Awaitable[Any]) -> bool:

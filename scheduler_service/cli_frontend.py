@@ -20,6 +20,7 @@ from scheduler_service.cli_options import (
     MaxUnreadTokens,
     MetricsHost,
     MetricsPort,
+    OtlpEndpoint,
     Reflection,
     ServerTokens,
     TlsCa,
@@ -61,6 +62,7 @@ def frontend(
     scheduler_token_file: Annotated[
         Path | None, typer.Option(help="Show the first token of this file to the scheduler.")
     ] = None,
+    otlp_endpoint: OtlpEndpoint = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
     grace: Grace = None,

@@ -80,6 +80,9 @@ VerifyWindow = Annotated[
     float | None,
     typer.Option(help="Seconds in which a second difference ends live requests with DATA_LOSS; 0: never.  [default: 600]"),
 ]
+OtlpEndpoint = Annotated[
+    str | None, typer.Option(help="Send traces to this OpenTelemetry collector: http://HOST:4317.  [default: no traces]")
+]
 MetricsPort = Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")]
 Grace = Annotated[float | None, typer.Option(help="Seconds for live requests after SIGTERM.  [default: 30]")]
 RuntimeTimeout = Annotated[

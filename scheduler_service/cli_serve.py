@@ -34,6 +34,7 @@ from scheduler_service.cli_options import (
     MetricsHost,
     MetricsPort,
     Mixed,
+    OtlpEndpoint,
     OverlapDepth,
     Policy,
     PrefixCache,
@@ -65,7 +66,7 @@ OF_THE_PORT = {"tls_cert", "tls_key", "tls_ca", "token_file"}
 """Options of `up` that go to whichever process has the public port."""
 OF_THE_FRONT_END = OF_THE_PORT | {
     *("max_streams", "max_connections", "max_message_mib", "max_unread_tokens", "write_timeout", "keepalive"),
-    *("insecure", "reflection", "grace", "log_level", "log_json"),
+    *("insecure", "reflection", "otlp_endpoint", "grace", "log_level", "log_json"),
 }
 """Options of `up` that go to the front end, where there is one; those that are not of the port to the scheduler as well."""
 
@@ -99,6 +100,7 @@ def up(
     verify: Verify = None,
     verify_interval: VerifyInterval = None,
     verify_window: VerifyWindow = None,
+    otlp_endpoint: OtlpEndpoint = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
     vllm_metrics: VllmMetrics = None,
@@ -143,6 +145,7 @@ def up(
         "graphs": graphs,
         "graph_buckets": graph_buckets,
         "max_step_tokens": token_budget,
+        "otlp_endpoint": otlp_endpoint,
         "log_level": log_level,
     }
     scheduler = {
@@ -158,6 +161,7 @@ def up(
         "verify": verify,
         "verify_interval": verify_interval,
         "verify_window": verify_window,
+        "otlp_endpoint": otlp_endpoint,
         "metrics_port": metrics_port,
         "metrics_host": metrics_host,
         "vllm_metrics": vllm_metrics,
@@ -224,6 +228,7 @@ def scheduler(
     verify: Verify = None,
     verify_interval: VerifyInterval = None,
     verify_window: VerifyWindow = None,
+    otlp_endpoint: OtlpEndpoint = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
     vllm_metrics: VllmMetrics = None,

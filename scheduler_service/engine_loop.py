@@ -131,10 +131,13 @@ class EngineLoop(StepLoop):
         self._begin(member)
 
     def _submit(self, request_id: str, prompt: Int32Array, options: SubmitOptions) -> Request:
+        traces, traceparent, span = self.metrics.tally.traces, options.traceparent, None
+        if traces is not None:
+            span, traceparent = traces.begin(request_id, len(prompt), traceparent)
         try:
             self._check_open()
             stop_ids = options.stop_ids if options.ignore_default_stop_ids else options.stop_ids + self.facts.default_stop_ids
-            return self.core.submit(
+            request = self.core.submit(
                 request_id,
                 prompt,
                 max_tokens=options.max_tokens,
@@ -143,11 +146,16 @@ class EngineLoop(StepLoop):
                 priority=options.priority,
                 prefix_cache=options.prefix_cache,
                 cache_namespace=options.cache_namespace,
-                traceparent=options.traceparent,
+                traceparent=traceparent,
             )
         except PagemirrorError as error:
             self.metrics.refused.labels(type(error).__name__).inc()
+            if traces is not None and span is not None:
+                traces.refuse(span, str(error))
             raise
+        if traces is not None and span is not None:
+            traces.follow(request_id, span)
+        return request
 
     def _begin(self, subscriber: Subscriber) -> None:
         if len(self._subscribers) == 1 and self.connection.connected:

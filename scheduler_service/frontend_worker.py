@@ -18,6 +18,7 @@ from scheduler_service.frontend_servicer import FrontendServicer
 from scheduler_service.frontend_settings import FrontendSettings
 from scheduler_service.logs import configure_logs
 from scheduler_service.public_server import HealthBoard, PublicServer
+from scheduler_service.tracing_setup import close_traces, open_traces
 
 log = structlog.get_logger("pagemirror.frontend")
 
@@ -36,7 +37,8 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     await security.channel(settings.scheduler).close()  # what is wrong with its files is told now
     metrics = FrontendMetrics(settings.worker)
     metrics.watch_tasks(asyncio.get_running_loop())
-    front = PublicServer(settings, metrics, board, share_port=settings.workers > 1)
+    traces = open_traces(settings.otlp_endpoint, "pagemirror-frontend")
+    front = PublicServer(settings, metrics, board, share_port=settings.workers > 1, traces=traces)
 
     def show(connected: bool) -> None:
         board.show(connected)
@@ -79,6 +81,7 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
         await asyncio.gather(*tasks, return_exceptions=True)
         await front.server.stop(None)
         metrics.close()
+        await close_traces(traces)
 
 
 def main() -> None:

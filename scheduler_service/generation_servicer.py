@@ -20,6 +20,7 @@ from scheduler_service.generate_messages import finished_message, submit_options
 from scheduler_service.grpc_status import errors_as_status
 from scheduler_service.row_report import RequestSnapshot, RowReport, report_rows, snapshot
 from scheduler_service.session_servicer import serve_session
+from scheduler_service.trace_context import TRACEPARENT
 from scheduler_service.wire_facts import MAX_MESSAGE_BYTES
 
 _LIST_ROWS_TIMEOUT_S = 60.0
@@ -177,7 +178,9 @@ def _piece(tokens: list[int], logprobs: list[TokenLogprobs]) -> generation_pb2.G
 
 
 def traceparent_of(context: Context) -> str:
-    """The call's W3C trace context; empty when it has none."""
+    """The W3C trace context of the call's span, or else of the call; empty when it has none."""
+    if (ours := TRACEPARENT.get()) != "":
+        return ours
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             return value if isinstance(value, str) else value.decode("ascii", "replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -19,6 +20,10 @@ from scheduler_service.generation_servicer import GenerationServicer
 from scheduler_service.metrics import CallMetrics
 from scheduler_service.public_settings import PublicSettings
 from scheduler_service.tokens import TokenFile
+from scheduler_service.tracing_setup import call_tracing
+
+if TYPE_CHECKING:
+    from pagemirror.tracing import Traces
 
 log = structlog.get_logger("pagemirror.app")
 
@@ -66,7 +71,15 @@ class PublicServer:
         StartError: the address cannot be had, or a file of the settings cannot be used.
     """
 
-    def __init__(self, settings: PublicSettings, metrics: CallMetrics, board: HealthBoard, *, share_port: bool = False) -> None:
+    def __init__(
+        self,
+        settings: PublicSettings,
+        metrics: CallMetrics,
+        board: HealthBoard,
+        *,
+        share_port: bool = False,
+        traces: Traces | None = None,
+    ) -> None:
         tokens = None if settings.token_file is None else TokenFile(settings.token_file)
         self.gate = CallGate(
             SERVICE_NAME,
@@ -76,7 +89,7 @@ class PublicServer:
             write_timeout_s=settings.write_timeout,
         )
         self.server = grpc.aio.server(
-            interceptors=[self.gate, UnreadableMessages()],
+            interceptors=[self.gate, UnreadableMessages(), *call_tracing(traces)],
             options=server_options(
                 keepalive_s=settings.keepalive,
                 max_message_bytes=settings.max_message_mib * 2**20,

@@ -50,6 +50,8 @@ class PublicSettings(BaseSettings):
 
     grace: float = Field(default=30.0, ge=0)
 
+    otlp_endpoint: str | None = None
+    """Where traces are sent: the URL of a collector that speaks OTLP over gRPC."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str | None = None
 
@@ -74,6 +76,13 @@ class PublicSettings(BaseSettings):
     def _has_tokenizer(cls, value: Path | None) -> Path | None:
         if value is not None and not (value / "tokenizer.json").is_file():
             raise ValueError("must be a folder with a tokenizer.json")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
         return value
 
     @field_validator("log_level")

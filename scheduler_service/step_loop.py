@@ -285,13 +285,11 @@ class StepLoop:
 
     def _publish(self) -> None:
         outputs = self.core.take_outputs()
+        began = perf_counter()
+        self._subscribers.deliver(outputs)
         if outputs.tokens:
             self._failures.note_tokens()
-            began = perf_counter()
-            self._subscribers.deliver(outputs)
             self.metrics.tally.delivered(len(outputs.tokens), perf_counter() - began)
-        else:
-            self._subscribers.deliver(outputs)
         if outputs.finished:
             self._tell_progress()
         if overflowed := self._subscribers.take_overflowed():

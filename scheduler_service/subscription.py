@@ -230,6 +230,8 @@ class Subscribers:
         else:
             for request, token, logprobs in zip(outputs.requests, outputs.tokens, outputs.logprobs, strict=True):
                 live[request.request_id].add(token, logprobs)
+        if self._metrics.tally.traces is not None:
+            self._metrics.tally.traces.delivered(outputs)
         for request in outputs.finished:
             self._finish(live.pop(request.request_id))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ import numpy.typing as npt
 from pagemirror.histograms import BulkHistogram
 from scheduler_service.core.ops import Cause, ForwardOp, RowStatus, StepResult
 from scheduler_service.core.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from scheduler_service.tracing import RequestTraces
 
 Places = npt.NDArray[np.intp]
 
@@ -58,6 +62,8 @@ class Tally:
     """Counts of one scheduler process since its start; they survive sessions."""
 
     def __init__(self) -> None:
+        self.traces: RequestTraces | None = None
+        """Told of requests and ops as well, where requests are traced."""
         self.requests = self.prompt_tokens = 0  # accepted
         self.tokens = 0  # handed out
         self.query_tokens = self.hit_tokens = 0  # looked for in the prefix cache, and found, at first admissions
@@ -150,6 +156,8 @@ class Tally:
 
     def sent(self, op: ForwardOp, num_bytes: int, plan_s: float, send_s: float) -> None:
         """An op is on its way, after planning and sending that took so long."""
+        if self.traces is not None:
+            self.traces.sent(op)
         self._num_sent += 1
         self.op_bytes += num_bytes
         self.pages_sent += len(op.occupied_pages)

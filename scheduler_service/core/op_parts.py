@@ -41,8 +41,10 @@ def released_rows(placement: Placement) -> Int32Array:
 def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseStart:
     """What the runtime is told of a request at the start of a lease whose first op finds `num_computed` tokens computed."""
     sampling = request.sampling
+    # The runtime's part in a trace is the step of the first token.
+    traceparent = "" if request.num_output else request.traceparent
     if sampling is GREEDY:
-        return LeaseStart(request.row, request.request_id, traceparent=request.traceparent)
+        return LeaseStart(request.row, request.request_id, traceparent=traceparent)
     needs_stops = sampling.min_new_tokens > 0
     return LeaseStart(
         req_pool_index=request.row,
@@ -51,7 +53,7 @@ def lease_start(request: Request, num_computed: int, vocab_size: int) -> LeaseSt
         # An id beyond the vocabulary is allowed, never sampled, and none of the runtime's business.
         stop_ids=tuple(token for token in request.stop_ids if token < vocab_size) if needs_stops else (),
         prompt_len=request.prompt_len if needs_stops or sampling.has_penalty else 0,
-        traceparent=request.traceparent,
+        traceparent=traceparent,
         history=request.token_slice(0, num_computed).astype("<i4", copy=False).tobytes() if sampling.has_penalty else b"",
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2_grpc
@@ -16,6 +18,10 @@ from scheduler_service.gateway.tokenizer_files import TokenizerFiles
 from scheduler_service.metrics import CallMetrics
 from scheduler_service.public_server import HealthBoard
 from scheduler_service.public_settings import PublicSettings
+from scheduler_service.tracing_setup import call_tracing
+
+if TYPE_CHECKING:
+    from pagemirror.tracing import Traces
 
 log = structlog.get_logger("pagemirror.gateway")
 
@@ -29,7 +35,15 @@ class GatewayServer:
         StartError: the address cannot be had, or the packages of the extra `gateway` are not installed.
     """
 
-    def __init__(self, settings: PublicSettings, metrics: CallMetrics, board: HealthBoard, *, share_port: bool = False) -> None:
+    def __init__(
+        self,
+        settings: PublicSettings,
+        metrics: CallMetrics,
+        board: HealthBoard,
+        *,
+        share_port: bool = False,
+        traces: Traces | None = None,
+    ) -> None:
         assert settings.gateway_listen is not None
         self.api = settings.api
         try:
@@ -54,7 +68,7 @@ class GatewayServer:
             write_timeout_s=settings.write_timeout,
         )
         self.server = grpc.aio.server(
-            interceptors=[gate, UnreadableMessages()],
+            interceptors=[gate, UnreadableMessages(), *call_tracing(traces)],
             options=server_options(
                 keepalive_s=settings.keepalive,
                 max_message_bytes=settings.max_message_mib * 2**20,

@@ -246,6 +246,19 @@ def test_lease_start_carries_what_the_sampler_needs(drive: Drive) -> None:
     assert (third.req_pool_index, third.sampling) == (3, GREEDY)
 
 
+def test_trace_context_goes_with_leases_before_the_first_token(drive: Drive) -> None:
+    """A request that loses its row in the middle of its prompt takes its context along; one that has a token does not."""
+    driver = drive(chunk_size=2)
+    driver.submit("A", [1, 2, 3, 4, 5], 9, traceparent="00-ab-cd-01")
+    found = []
+    for num_steps in (1, 6, 3):
+        for _ in range(num_steps):
+            driver.step()
+            found += [start.traceparent for start in driver.op.lease_starts] if driver.op else []
+        driver.retract("A")
+    assert found == ["00-ab-cd-01", "00-ab-cd-01", ""]
+
+
 def test_released_rows_are_named_once_in_the_order_of_release(drive: Drive) -> None:
     """The next op names every row given back since the last one, and no later op names it again."""
     driver = drive()

@@ -220,7 +220,9 @@ class LeaseStart(_message.Message):
     min_new_tokens is 0.
     """
     traceparent: _builtins.str
-    """W3C trace context of the request ("traceparent"); empty when the client sent none."""
+    """W3C trace context of the request ("traceparent"), for the step that computes its first token; empty when there is none, and
+    in leases after that token.
+    """
     history: _builtins.bytes
     """Column int32: the request's token ids [0, num_computed), prompt first, when a penalty of `sampling` is on: these are the
     tokens that no op of this lease carries. Empty otherwise, and when num_computed is 0. prompt_len is set with it.
