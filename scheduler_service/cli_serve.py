@@ -186,6 +186,9 @@ def up(
         "log_level": log_level,
         "log_json": log_json,
     }
+    front = {name: value for name, value in scheduler.items() if name in OF_THE_FRONT_END}
+    if metrics_port:
+        front |= {"metrics_port": metrics_port + 1, "metrics_host": metrics_host}
     bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
     options = UpOptions(
         listen=f"{bracketed}:{port}",
@@ -193,7 +196,7 @@ def up(
         scheduler_args=_arguments({name: value for name, value in scheduler.items() if not workers or name not in OF_THE_PORT}),
         device=device,
         workers=workers,
-        frontend_args=_arguments({name: value for name, value in scheduler.items() if name in OF_THE_FRONT_END}),
+        frontend_args=_arguments(front),
     )
     try:
         status = run_up(options)

@@ -92,7 +92,6 @@ class Scheduler:
 
     @property
     def num_retractions(self) -> int:
-        """Rows that `retract` and the lack of pages have taken from requests since the start."""
         return self._lives.num_retractions
 
     def queues(self) -> tuple[list[Request], list[Request]]:
