@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
@@ -88,15 +87,3 @@ async def test_a_trace_goes_from_the_caller_to_the_step_of_its_first_token(
     assert step.end_time_unix_nano <= whole.end_time_unix_nano
     names = {span.name for _, span in collector.spans}
     assert names == {"/pagemirror.v1.GenerationService/Generate", "request", "first token step"}  # the warm-up's included
-
-
-async def test_a_collector_that_is_away_disturbs_nobody(commands: Any, child_env: dict[str, str], short_tmp: Path) -> None:
-    """Requests are served, and the end comes in time."""
-    command = commands.up("--model", "fingerprint", "--otlp-endpoint", "http://127.0.0.1:9")
-    async with commands.serving(command, child_env, short_tmp / "log") as served:
-        status, out, _ = await commands.run(
-            child_env, "generate", "--target", served.target, "--tokens", "1,2,3", "--max-tokens", "6"
-        )
-        assert (status, out) == (0, "20 104 629 421 384 473\n")
-        served.process.terminate()
-        assert await asyncio.wait_for(served.end(), 60) == 0
