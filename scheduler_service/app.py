@@ -111,7 +111,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
             await server.start()
             if not await first(engine.start(), stop.drain.wait()):
                 return 0
-            watchdog = Watchdog(engine.awaited, settings.stuck_timeout, partial(board.note, "stuck"))
+            watchdog = Watchdog(engine.awaited, settings.stuck_timeout, partial(_note_stuck, engine, board))
             tasks.append(asyncio.create_task(watchdog.run(), name="watchdog"))
             if not await first(engine.warm_up(), stop.drain.wait()):
                 return 0
@@ -139,6 +139,11 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
         await engine.stop()
         metrics.close()
         await close_traces(traces)
+
+
+def _note_stuck(engine: EngineLoop, board: HealthBoard, stuck: bool) -> None:
+    engine.stuck = stuck
+    board.note("stuck", stuck)
 
 
 async def first(wanted: Awaitable[Any], otherwise: Awaitable[Any]) -> bool:

@@ -57,6 +57,8 @@ class EngineLoop(StepLoop):
         """See StepLoop."""
         super().__init__(settings, metrics, on_connected)
         self.draining = False
+        self.stuck = False
+        """A result is awaited that does not come."""
         self._outboxes: set[Outbox] = set()
 
     def awaited(self) -> tuple[int, int] | None:

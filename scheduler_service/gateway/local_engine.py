@@ -23,7 +23,7 @@ class LocalEngine:
     @property
     def connected(self) -> bool:
         engine = self._engine
-        return engine.connection.connected and not engine.draining and not engine.failed.is_set()
+        return engine.connection.connected and not (engine.stuck or engine.draining or engine.failed.is_set())
 
     async def info(self) -> EngineInfo:
         """See GatewayEngine."""
