@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -124,6 +126,9 @@ def runtime(
 def start(settings: RuntimeSettings) -> int:
     """Set the environment, then load torch and everything above it, then serve."""
     prepare_environment(settings)
+    if os.getpid() == 1:
+        # In a container: process 1 is not ended by a signal that it has no handler for, and loading torch takes seconds.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     from runtime_service.app import run
 
     return run(settings)

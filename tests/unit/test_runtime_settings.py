@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from runtime_service.__main__ import start
 from runtime_service.errors import AddressInUseError, SettingError, SettingsError
 from runtime_service.executors import create_executor
 from runtime_service.listen import claim_unix_path
@@ -160,3 +163,17 @@ def test_command_line(child_env: dict[str, str]) -> None:
     )
     assert refused.returncode == 2
     assert [line.split(":")[1].strip() for line in refused.stderr.splitlines()] == ["--listen", "--page-size"]
+
+
+def test_first_process_of_a_container_can_be_ended_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 has a handler for SIGTERM before torch is loaded, which ends it; any other process has the kernel's."""
+    handlers: list[Callable[[int, None], None]] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
+    monkeypatch.setattr("runtime_service.app.run", lambda settings: 0)
+    assert start(load_settings()) == 0
+    assert handlers == []
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert start(load_settings()) == 0
+    with pytest.raises(SystemExit) as ended:
+        handlers[0](signal.SIGTERM, None)
+    assert ended.value.code == 143
