@@ -51,9 +51,10 @@ check: venv ## lint, format, types, dependency contracts, generated files
 protos: venv ## regenerate the protobuf code
 	$(BIN)/python tools/generate_protos.py
 
-docs: venv ## regenerate the state diagram and the picture of the page rows
+docs: venv ## regenerate the state diagram, the picture of the page rows and the dashboard
 	$(BIN)/python tools/generate_state_diagram.py
 	$(BIN)/python tools/draw_page_rows.py
+	$(BIN)/python tools/draw_dashboard.py
 
 model: venv models/smollm2-135m-instruct/model.safetensors ## fetch SmolLM2-135M-Instruct and convert it once
 
