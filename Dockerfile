@@ -11,31 +11,38 @@ ENV PYTHONUNBUFFERED=1 \
 RUN python -m venv /opt/venv
 ENV PATH=/opt/venv/bin:${PATH}
 WORKDIR /src
-COPY pyproject.toml constraints.txt ./
+COPY constraints.txt ./
+
+# What each image installs, from pyproject.toml. Dependencies come in a layer of their own, which is built anew when these lists
+# or the constraints change, not with every change of the project.
+FROM base AS requirements
+COPY pyproject.toml ./
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
+write = lambda name, lines: open(name + '.txt', 'w').write('\n'.join(lines)); \
+write('scheduler', p['dependencies'] + e['text'] + e['gateway'] + e['events'] + e['tracing'] + e['fast']); \
+write('runtime', p['dependencies'] + e['runtime']); \
+write('fetch', e['convert'])"
 
 # The project's own wheel.
 FROM base AS wheel
 RUN pip install -c constraints.txt hatchling
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE ./
 COPY proto proto
 COPY scheduler_service scheduler_service
 COPY runtime_service runtime_service
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
-# Dependencies come in a layer of their own, read from pyproject.toml: a change of the code does not fetch them again.
 FROM base AS scheduler-env
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
-print('\n'.join(p['dependencies'] + e['text'] + e['gateway'] + e['events'] + e['tracing'] + e['fast']))" > requirements.txt \
- && pip install -c constraints.txt -r requirements.txt
+COPY --from=requirements /src/scheduler.txt ./
+RUN pip install -c constraints.txt -r scheduler.txt
 COPY --from=wheel /dist /dist
 RUN pip install --no-deps /dist/*.whl
 
 FROM base AS runtime-env
 # For an index that has a torch without CUDA; see docker-compose.cpu.yml.
 ARG PIP_EXTRA_INDEX_URL
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print('\n'.join(p['dependencies'] + p['optional-dependencies']['runtime']))" > requirements.txt \
- && pip install -c constraints.txt -r requirements.txt
+COPY --from=requirements /src/runtime.txt ./
+RUN pip install -c constraints.txt -r runtime.txt
 COPY --from=wheel /dist /dist
 RUN pip install --no-deps /dist/*.whl
 
@@ -72,11 +79,9 @@ CMD ["--listen", "0.0.0.0:50061", "--insecure", "--model", "fingerprint"]
 # Fetches a small model once, into a volume that the runtime reads: hence the same user, or it could not.
 FROM runtime AS fetch
 USER root
-COPY pyproject.toml constraints.txt /src/
-RUN cd /src \
- && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print('\n'.join(p['optional-dependencies']['convert']))" > requirements.txt \
- && pip install --no-cache-dir --disable-pip-version-check -c constraints.txt -r requirements.txt
+COPY constraints.txt /src/
+COPY --from=requirements /src/fetch.txt /src/
+RUN pip install --no-cache-dir --disable-pip-version-check -c /src/constraints.txt -r /src/fetch.txt
 COPY tools/make_model.py /opt/pagemirror/make_model.py
 USER pagemirror
 HEALTHCHECK NONE
