@@ -82,6 +82,14 @@ class PagePool:
         self.num_free = low
         return pages
 
+    def reuse(self, pages: Int32Array) -> None:
+        """Grant cached pages that were evicted: as if they were given back and taken at once."""
+        if np.count_nonzero(self._states[pages] == _CACHED) < len(pages) or not pages.all():
+            bad = pages[(self._states[pages] != _CACHED) | (pages == 0)]
+            raise PageAccountingError(f"pages {bad.tolist()} are granted anew, but are not cached")
+        self._set_states(pages, _CACHED, _PRIVATE)
+        self.num_cached -= len(pages)
+
     def give(self, pages: Int32Array) -> None:
         """Free private or cached pages, pushed in the order given: the last one is granted next."""
         count = len(pages)

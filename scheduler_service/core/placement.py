@@ -73,9 +73,12 @@ class Placement:
     def take(self, count: int) -> Int32Array:
         """Grant `count` pages, evicting what is missing; the caller has compared with `num_available`."""
         missing = count - self.pool.num_free
-        if missing > 0:
-            self.pool.give(self.cache.evict(missing)[::-1])
-        return self.pool.take(count)
+        if missing <= 0:
+            return self.pool.take(count)
+        evicted = self.cache.evict(missing)
+        self.pool.reuse(evicted)
+        free = self.pool.take(count - missing)
+        return np.concatenate((evicted, free)) if len(free) else evicted
 
     def take_one_by_one(self, count: int) -> Int32Array:
         """Grant what `count` calls of `take(1)` would: the free pages first, then evicted ones."""

@@ -147,3 +147,30 @@ def test_states_partition_the_pool() -> None:
         assert states == [sorted(free), sorted(private), sorted(cached)]
         assert counts == (len(free), len(private), len(cached))
         assert sorted(free + private + cached) == list(range(1, 14))
+
+
+def test_reuse_is_giving_and_taking() -> None:
+    """Cached pages granted anew leave pages and counts as if they had been given back and taken."""
+    views = []
+    for at_once in (False, True):
+        pool = PagePool(6)
+        pool.publish(pool.take(4))
+        if at_once:
+            pool.reuse(_pages(3, 1))
+        else:
+            pool.give(_pages(1, 3))
+            assert pool.take(2).tolist() == [3, 1]
+        views.append(_view(pool))
+    assert views[0] == views[1]
+
+
+@pytest.mark.parametrize("page", [0, 2, 5])
+def test_only_cached_pages_are_reused(page: int) -> None:
+    """A reserved, private or free page is refused, and nothing is changed."""
+    pool = PagePool(5)
+    pages = pool.take(3)
+    pool.publish(pages[[0, 2]])
+    before = _view(pool)
+    with pytest.raises(PageAccountingError, match=rf"\[{page}\] are granted anew"):
+        pool.reuse(_pages(1, page))
+    assert _view(pool) == before
