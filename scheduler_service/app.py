@@ -8,13 +8,14 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from pagemirror.addresses import is_local
 from scheduler_service.engine_loop import EngineLoop
-from scheduler_service.errors import DrainingError
+from scheduler_service.errors import DrainingError, StartError
 from scheduler_service.gateway.local_engine import LocalEngine
 from scheduler_service.gateway.server import GatewayServer
 from scheduler_service.metrics import Metrics
@@ -23,6 +24,9 @@ from scheduler_service.settings import SchedulerSettings
 from scheduler_service.tracing_setup import close_traces, open_traces, trace_requests
 from scheduler_service.vllm_metrics import VllmCollector
 from scheduler_service.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from scheduler_service.zmq_events import ZmqPublisher
 
 log = structlog.get_logger("pagemirror.app")
 
@@ -105,6 +109,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     if gateway is not None:
         gateway.add(LocalEngine(engine))
     servers = [server] if gateway is None else [server, gateway.server]
+    publisher = _publisher(settings)
     tasks = [asyncio.create_task(stop.follow_parent(exit_with_parent))] if exit_with_parent else []
     try:
         with stop.installed():
@@ -119,6 +124,9 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
             front.gate.opened.set()
             if gateway is not None:
                 await gateway.server.start()
+            if publisher is not None:
+                name = PurePath(engine.facts.model).name or engine.facts.model
+                publisher.start(engine.page_events, f"kv@{settings.kv_events_id or address}@{name}")
             also = "" if gateway is None else f"; {gateway.api} on {gateway.address}"
             announce(f"pagemirror ready on {address} (model {engine.facts.model}{also})")
             log.info("serving", address=address, runtime=settings.runtime, model=engine.facts.model)
@@ -137,6 +145,8 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
             task.cancel()
         await asyncio.gather(*(each.stop(None) for each in servers))
         await engine.stop()
+        if publisher is not None:
+            await publisher.close()
         metrics.close()
         await close_traces(traces)
 
@@ -144,6 +154,19 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
 def _note_stuck(engine: EngineLoop, board: HealthBoard, stuck: bool) -> None:
     engine.stuck = stuck
     board.note("stuck", stuck)
+
+
+def _publisher(settings: SchedulerSettings) -> ZmqPublisher | None:
+    """Of page events over ZeroMQ, where it is asked for. Raises StartError."""
+    if settings.kv_events_endpoint is None:
+        return None
+    try:
+        from scheduler_service.zmq_events import ZmqPublisher
+    except ImportError as error:
+        raise StartError(
+            f"--kv-events-endpoint needs packages that are not here: pip install 'pagemirror[events]' ({error})"
+        ) from error
+    return ZmqPublisher(settings.kv_events_endpoint, settings.kv_events_replay_endpoint)
 
 
 async def first(wanted: Awaitable[Any], otherwise: Awaitable[Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scheduler_service import cli_frontend, cli_serve
+from scheduler_service import cli_events, cli_frontend, cli_serve
 from scheduler_service.cli_options import (
     DEFAULT_TARGET,
     AnyPolicy,
@@ -64,6 +64,7 @@ app.command(
         "    --listen 0.0.0.0:443 --tls-cert llm.pem --tls-key llm.key --token-file tokens --workers 4",
     )
 )(cli_frontend.frontend)
+app.command(epilog=examples("pagemirror events", "pagemirror events --target 127.0.0.1:50051 --json"))(cli_events.events)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     short_help="Run the model behind the mirror (python -m runtime_service).",

@@ -116,6 +116,15 @@ GatewayTokenizer = Annotated[
 Reflection = Annotated[
     bool | None, typer.Option("--reflection", help="Serve gRPC reflection, for tools such as grpcurl that ask what there is.")
 ]
+PageEvents = Annotated[
+    bool | None,
+    typer.Option(help="Tell callers which prompts are cached.  [default: where only this machine can call]"),
+]
+KvEventsEndpoint = Annotated[
+    str | None, typer.Option(help="tcp://HOST:PORT or ipc://PATH to publish page events on, by ZeroMQ.  [default: none]")
+]
+KvEventsReplay = Annotated[str | None, typer.Option(help="Likewise, to answer requests for earlier ones.  [default: none]")]
+KvEventsId = Annotated[str | None, typer.Option(help="What the topic calls this scheduler: kv@ID@MODEL.  [default: --listen]")]
 RuntimeTlsCa = Annotated[Path | None, typer.Option(help="Reach the runtime by TLS; its certificate is from this authority.")]
 RuntimeTlsCert = Annotated[Path | None, typer.Option(help="Certificate to show to the runtime.")]
 RuntimeTlsKey = Annotated[Path | None, typer.Option(help="Key of --runtime-tls-cert.")]

@@ -23,6 +23,9 @@ from scheduler_service.cli_options import (
     HeartbeatTimeout,
     Insecure,
     Keepalive,
+    KvEventsEndpoint,
+    KvEventsId,
+    KvEventsReplay,
     KvMemoryFraction,
     LogJson,
     LogLevel,
@@ -36,6 +39,7 @@ from scheduler_service.cli_options import (
     Mixed,
     OtlpEndpoint,
     OverlapDepth,
+    PageEvents,
     Policy,
     PrefixCache,
     Reflection,
@@ -66,7 +70,7 @@ OF_THE_PORT = {"tls_cert", "tls_key", "tls_ca", "token_file"}
 """Options of `up` that go to whichever process has the public port."""
 OF_THE_FRONT_END = OF_THE_PORT | {
     *("max_streams", "max_connections", "max_message_mib", "max_unread_tokens", "write_timeout", "keepalive"),
-    *("insecure", "reflection", "otlp_endpoint", "grace", "log_level", "log_json"),
+    *("insecure", "reflection", "page_events", "otlp_endpoint", "grace", "log_level", "log_json"),
 }
 """Options of `up` that go to the front end, where there is one; those that are not of the port to the scheduler as well."""
 
@@ -110,6 +114,7 @@ def up(
     token_file: ServerTokens = None,
     insecure: Insecure = None,
     reflection: Reflection = None,
+    page_events: PageEvents = None,
     max_streams: MaxStreams = None,
     max_connections: MaxConnections = None,
     max_message_mib: MaxMessageMib = None,
@@ -171,6 +176,7 @@ def up(
         "token_file": token_file,
         "insecure": insecure,
         "reflection": reflection,
+        "page_events": page_events,
         "max_streams": max_streams,
         "max_connections": max_connections,
         "max_message_mib": max_message_mib,
@@ -241,6 +247,10 @@ def scheduler(
     token_file: ServerTokens = None,
     insecure: Insecure = None,
     reflection: Reflection = None,
+    page_events: PageEvents = None,
+    kv_events_endpoint: KvEventsEndpoint = None,
+    kv_events_replay_endpoint: KvEventsReplay = None,
+    kv_events_id: KvEventsId = None,
     max_streams: MaxStreams = None,
     max_connections: MaxConnections = None,
     max_message_mib: MaxMessageMib = None,

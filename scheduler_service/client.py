@@ -9,6 +9,7 @@ Every call raises `RpcFailedError`, which keeps the status, when the server refu
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,6 +23,8 @@ from scheduler_service.channels import handshake_trouble
 from scheduler_service.client_security import ClientSecurity, Metadata
 from scheduler_service.columns import float32_from_bytes, int32_from_bytes, int32_to_bytes
 from scheduler_service.core.errors import PagemirrorError
+from scheduler_service.page_event_messages import batch_of
+from scheduler_service.page_events import PageBatch
 
 _T = TypeVar("_T")
 
@@ -238,6 +241,23 @@ class Client:
         except grpc.aio.AioRpcError as error:
             if error.code() in {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED}:
                 yield True
+
+    async def page_events(self, after: int | None = None) -> AsyncGenerator[PageBatch, None]:
+        """The cached pages: the present state and every change, or what came after batch `after`. See docs/kv-events.md."""
+        call = self.stub.SubscribePageEvents(
+            generation_pb2.SubscribePageEventsRequest(after=after or 0), metadata=self.metadata()
+        )
+        try:
+            async for message in call:
+                yield batch_of(message)
+        except grpc.aio.AioRpcError as error:
+            raise self._failed(error) from error
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise RpcFailedError(self.target, grpc.StatusCode.UNAVAILABLE, "the connection was closed here") from None
+        finally:
+            call.cancel()
 
     async def _call(self, call: Awaitable[_T]) -> _T:
         try:

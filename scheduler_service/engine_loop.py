@@ -91,12 +91,14 @@ class EngineLoop(StepLoop):
             log.warning("drain_timed_out", live=len(self._subscribers), grace_s=grace_s)
         self.end_all(DrainingError())
         self._fail_outboxes(DrainingError())
+        self.page_events.end(DrainingError())
 
     async def stop(self) -> None:
         """End the loop and the link. Live requests end with UNAVAILABLE."""
         self.draining = True
         self.end_all(DrainingError())
         self._fail_outboxes(DrainingError())
+        self.page_events.end(DrainingError())
         await self._end_loop()
 
     def _fail_outboxes(self, error: PagemirrorError) -> None:
@@ -223,3 +225,19 @@ class EngineLoop(StepLoop):
         # The timer is cancelled when its request ends, so the id is that of the request it was set for.
         self.core.expire(request_id)
         self._changed()
+
+    # --- quiet moments, for readers that compare both sides -------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Plan nothing until `resume` was called as often."""
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        self._num_pauses -= 1
+        self._wake.set()
+
+    async def wait_quiet(self) -> None:
+        """Return when nothing is in flight and a runtime is there. While paused, that lasts at least to the next await."""
+        while self.core.num_in_flight or not self.connection.connected:
+            await self._progress.wait()

@@ -9,6 +9,10 @@
     │   ├── OutputUnreadError           the client did not take its tokens
     │   ├── ListingTooLargeError        an answer that no message can hold
     │   ├── NoTokenizerError            the tokenizer's files are not on this machine
+    │   ├── EventsOffError              page events are not served here
+    │   ├── EventsGoneError             the batches of page events that are asked for are not kept
+    │   ├── EventsMissedError           a reader of page events was too slow
+    │   ├── TooManyFollowersError       page events have as many readers as they may
     │   └── RequestFailedError          the request's own step failed
     ├── RuntimeLinkError                the link to the runtime
     │   ├── RuntimeMismatchError        the two sides are configured differently; trying again cannot help
@@ -95,6 +99,37 @@ class NoTokenizerError(ServiceError):
         self.path = path
         where = f"there is no tokenizer.json in {path}" if path else "the model that is served has no tokenizer"
         super().__init__(f"{where}; name a folder that has one with --gateway-tokenizer")
+
+
+class EventsOffError(ServiceError):
+    """Page events are not served on this port."""
+
+    def __init__(self) -> None:
+        super().__init__("page events, which have the token ids of cached prompts, are not served here (--page-events)")
+
+
+class EventsGoneError(ServiceError):
+    """A reader wants to go on after a batch of page events from which on not everything is kept."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        super().__init__(f"what came after batch {after} is not kept any more, or is none of this process's; begin with 0")
+
+
+class EventsMissedError(ServiceError):
+    """A reader of page events was so slow that batches are gone which it has not read."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        super().__init__(f"what came after batch {after} was not read in time and is not kept any more; begin with 0")
+
+
+class TooManyFollowersError(ServiceError):
+    """Page events are read by as many as may."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"page events are being sent to {limit} readers already, which is the limit")
 
 
 class RequestFailedError(ServiceError):

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from pagemirror.v1 import generation_pb2, generation_pb2_grpc
 from scheduler_service.columns import float32_to_bytes, int32_to_bytes
-from scheduler_service.errors import DrainingError, shorten
+from scheduler_service.errors import DrainingError, EventsOffError, shorten
 from scheduler_service.frontend_link import SchedulerLink
 from scheduler_service.generation_servicer import traceparent_of
 from scheduler_service.grpc_status import errors_as_status
@@ -28,8 +28,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Serves what the scheduler behind `link` serves, with its statuses."""
 
-    def __init__(self, link: SchedulerLink) -> None:
+    def __init__(self, link: SchedulerLink, *, serves_page_events: bool = True) -> None:
         self._link = link
+        self._serves_page_events = serves_page_events
         self.draining = False
         self.num_requests = self.num_tokens = 0
         """Calls of Generate so far, and tokens written to them."""
@@ -99,6 +100,31 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
     @override
     async def GetInfo(self, request: generation_pb2.GetInfoRequest, context: Context) -> generation_pb2.ServerInfo:
         return await self._pass_on(context, "GetInfo", request, generation_pb2.ServerInfo)
+
+    @override
+    async def SubscribePageEvents(  # type: ignore[override]
+        self, request: generation_pb2.SubscribePageEventsRequest, context: Context
+    ) -> None:
+        """Pass the scheduler's stream on."""
+        async with _statuses(context, "SubscribePageEvents"):
+            if not self._serves_page_events:
+                raise EventsOffError
+            client = self._link.client
+            call = client.stub.SubscribePageEvents(request, metadata=client.metadata())
+            try:
+                await call.initial_metadata()
+                await context.send_initial_metadata(())
+                async for batch in call:
+                    await context.write(batch)
+            except grpc.aio.AioRpcError as error:
+                raise SessionCallError(error.code(), client.explain(error.code(), error.details() or "")) from error
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                # The channel was closed, since the session over it has ended.
+                raise SessionCallError(grpc.StatusCode.UNAVAILABLE, "this front end has lost its scheduler") from None
+            finally:
+                call.cancel()
 
     async def _pass_on(self, context: Context, method: str, request: Message, kind: Callable[[], _M]) -> _M:
         """Call the scheduler's method of this name; its answer is of this kind."""

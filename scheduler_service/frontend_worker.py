@@ -52,7 +52,8 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
         on_model=metrics.set_model,
     )
     board.show(False)
-    servicer = metrics.servicer = FrontendServicer(link)
+    servicer = FrontendServicer(link, serves_page_events=settings.serves_page_events)
+    metrics.servicer = servicer
     front.add_servicer(servicer)
     if settings.metrics_port is not None:
         host = settings.metrics_address

@@ -15,9 +15,10 @@ from scheduler_service.columns import float32_to_bytes, int32_from_bytes, int32_
 from scheduler_service.core.ops import TokenLogprobs
 from scheduler_service.core.states import State
 from scheduler_service.engine_loop import EngineLoop
-from scheduler_service.errors import ListingTooLargeError
+from scheduler_service.errors import EventsOffError, ListingTooLargeError
 from scheduler_service.generate_messages import finished_message, submit_options
 from scheduler_service.grpc_status import errors_as_status
+from scheduler_service.page_event_messages import batch_message
 from scheduler_service.row_report import RequestSnapshot, RowReport, report_rows, snapshot
 from scheduler_service.session_servicer import serve_session
 from scheduler_service.trace_context import TRACEPARENT
@@ -159,6 +160,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             num_steps=engine.num_steps,
             num_ranks=engine.link.num_ranks,
         )
+
+    @override
+    async def SubscribePageEvents(  # type: ignore[override]
+        self, request: generation_pb2.SubscribePageEventsRequest, context: Context
+    ) -> None:
+        """Stream the cache's present state and what happens to it."""
+        async with errors_as_status(context, "SubscribePageEvents"):
+            if not self._engine.settings.serves_page_events:
+                raise EventsOffError
+            follower = self._engine.page_events.follow(request.after or None)
+            try:
+                await context.send_initial_metadata(())
+                while True:
+                    await context.write(batch_message(await follower.take()))
+            finally:
+                follower.close()
 
 
 def _check_size(report: RowReport) -> None:

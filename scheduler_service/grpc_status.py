@@ -18,6 +18,9 @@ from scheduler_service.core import errors as core_errors
 from scheduler_service.errors import (
     DataLossError,
     DrainingError,
+    EventsGoneError,
+    EventsMissedError,
+    EventsOffError,
     ListingTooLargeError,
     NoTokenizerError,
     OutputUnreadError,
@@ -25,6 +28,7 @@ from scheduler_service.errors import (
     RequestFailedError,
     RuntimeLinkError,
     RuntimeUnavailableError,
+    TooManyFollowersError,
     shorten,
 )
 
@@ -41,6 +45,10 @@ STATUS_OF: dict[type[BaseException], grpc.StatusCode] = {
     OutputUnreadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ListingTooLargeError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NoTokenizerError: grpc.StatusCode.NOT_FOUND,
+    EventsOffError: grpc.StatusCode.PERMISSION_DENIED,
+    EventsGoneError: grpc.StatusCode.OUT_OF_RANGE,
+    EventsMissedError: grpc.StatusCode.DATA_LOSS,
+    TooManyFollowersError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RequestFailedError: grpc.StatusCode.INTERNAL,
     DataLossError: grpc.StatusCode.DATA_LOSS,
     DrainingError: grpc.StatusCode.UNAVAILABLE,

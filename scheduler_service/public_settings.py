@@ -33,6 +33,8 @@ class PublicSettings(BaseSettings):
     token_file: Path | None = None
     insecure: bool = False
     reflection: bool = False
+    page_events: bool | None = None
+    """Serve SubscribePageEvents. None: where only this machine can reach `listen`."""
 
     gateway_listen: str | None = None
     """Where a gateway is served, if any is."""
@@ -113,6 +115,11 @@ class PublicSettings(BaseSettings):
                 " listen on 127.0.0.1 or say --insecure"
             )
         return self
+
+    @property
+    def serves_page_events(self) -> bool:
+        """Whether callers may read which prompts are cached."""
+        return is_local(self.listen) if self.page_events is None else self.page_events
 
     @property
     def tls(self) -> ServerTls | None:

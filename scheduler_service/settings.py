@@ -33,6 +33,12 @@ class SchedulerSettings(PublicSettings):
     """Its address, or with commas between them those of several that receive the same ops."""
     vllm_metrics: bool = False
 
+    kv_events_endpoint: str | None = None
+    """Where page events are published over ZeroMQ, if anywhere: tcp://HOST:PORT or ipc://PATH."""
+    kv_events_replay_endpoint: str | None = None
+    kv_events_id: str = ""
+    """What the topic calls this scheduler; empty: `listen`."""
+
     runtime_tls_ca: Path | None = None
     runtime_tls_cert: Path | None = None
     runtime_tls_key: Path | None = None
@@ -74,6 +80,13 @@ class SchedulerSettings(PublicSettings):
                 raise ValueError(f"names {part} twice; each rank has an address of its own")
         return ",".join(parts)
 
+    @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_endpoint(value)
+        return value
+
     @field_validator("refresh_policy")
     @classmethod
     def _is_served(cls, value: RefreshPolicy) -> RefreshPolicy:
@@ -96,6 +109,16 @@ class SchedulerSettings(PublicSettings):
         check_pair("runtime-tls", self.runtime_tls_cert, self.runtime_tls_key)
         if self.runtime_tls_ca is None and (self.runtime_tls_cert is not None or self.runtime_tls_name):
             raise ValueError("--runtime-tls-cert, --runtime-tls-key and --runtime-tls-name need --runtime-tls-ca")
+        if self.kv_events_endpoint is None and (self.kv_events_replay_endpoint is not None or self.kv_events_id):
+            raise ValueError("--kv-events-replay-endpoint and --kv-events-id need --kv-events-endpoint")
+        if self.insecure:
+            return self
+        for endpoint in (self.kv_events_endpoint, self.kv_events_replay_endpoint):
+            if endpoint is not None and endpoint.startswith("tcp://") and not is_local(endpoint.removeprefix("tcp://")):
+                raise ValueError(
+                    f"{endpoint} can be reached from other machines, and whoever connects reads cached prompts;"
+                    " publish on 127.0.0.1 or ipc://PATH, or say --insecure"
+                )
         return self
 
     @property
@@ -151,3 +174,11 @@ def load_settings(**given: object) -> SchedulerSettings:
 def split_addresses(value: str) -> tuple[str, ...]:
     """The parts of a list with commas."""
     return tuple(part.strip() for part in value.split(","))
+
+
+def check_endpoint(value: str) -> None:
+    """Raises ValueError when `value` is neither tcp://host:port nor ipc://path."""
+    scheme, separator, rest = value.partition("://")
+    if not separator or scheme not in {"tcp", "ipc"}:
+        raise ValueError("must be tcp://HOST:PORT or ipc://PATH")
+    check_address(rest if scheme == "tcp" else f"unix:{rest}")

@@ -32,6 +32,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.dump import dump_failure
 from scheduler_service.failures import Failures
 from scheduler_service.metrics import Metrics, fill_of
+from scheduler_service.page_event_log import PageEventLog
 from scheduler_service.recorder import RecordingScheduler
 from scheduler_service.runtime_group import Disagreement, RuntimeGroup
 from scheduler_service.settings import SchedulerSettings
@@ -71,6 +72,7 @@ class StepLoop:
         """Last step sent in the present session."""
         self.failed = asyncio.Event()
         """Set when the loop ended by an error of our own; the process should end."""
+        self.page_events = PageEventLog()
         self._on_connected = on_connected
         self._subscribers = Subscribers(self.metrics, settings.max_unread_tokens)
         self._wake = asyncio.Event()
@@ -112,6 +114,7 @@ class StepLoop:
             self.config = self.settings.core_config(self.facts)
             kind = RecordingScheduler if self.settings.check else Scheduler
             self.core = kind(self.config, self.connection.session_no)
+            self.page_events.attach(self.core.placement.cache, self.config.num_pages, self.config.page_size)
             self._failures = Failures(self.core, self.connection.cause_is_gone)
             self._verifier = Verifier(self.core, self.metrics, self.settings.verify_window)
             self.metrics.set_runtime(self.facts.model, self.config)
@@ -128,22 +131,6 @@ class StepLoop:
             for request_id in self._subscribers.ids():
                 self.core.abort(request_id)
             self._changed()
-
-    # --- quiet moments, for readers that compare both sides -------------------------------------------------------------
-
-    def pause(self) -> None:
-        """Plan nothing until `resume` was called as often."""
-        self._num_pauses += 1
-
-    def resume(self) -> None:
-        """Undo one `pause`."""
-        self._num_pauses -= 1
-        self._wake.set()
-
-    async def wait_quiet(self) -> None:
-        """Return when nothing is in flight and a runtime is there. While paused, that lasts at least to the next await."""
-        while self.core.num_in_flight or not self.connection.connected:
-            await self._progress.wait()
 
     # --- the loop -------------------------------------------------------------------------------------------------------
 
@@ -167,6 +154,7 @@ class StepLoop:
                 dump_failure(self.core, error, self.settings.dump_dir)
             self.failed.set()
             self._subscribers.finish_all(InternalError("the scheduler failed"))
+            self.page_events.end(InternalError("the scheduler failed"))
             self.connection.set_connected(False)
             self._tell_progress()
 
@@ -284,6 +272,8 @@ class StepLoop:
         self._wake.set()
 
     def _publish(self) -> None:
+        if self.page_events.is_recording:
+            self.page_events.drain()
         outputs = self.core.take_outputs()
         began = perf_counter()
         self._subscribers.deliver(outputs)

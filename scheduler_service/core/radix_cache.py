@@ -24,6 +24,7 @@ import numpy as np
 from scheduler_service.core.errors import PageAccountingError
 from scheduler_service.core.journal import Journal, Restore
 from scheduler_service.core.ops import Int32Array
+from scheduler_service.core.page_records import Cleared, Evicted, Record
 from scheduler_service.core.radix_node import NO_PAGES, Insertion, Match, Node, joined
 
 
@@ -41,6 +42,8 @@ class RadixCache:
         self._leaves: list[tuple[int, int, Node]] = []
         self.num_pages = 0
         self.num_locked = 0
+        self.records: list[Record] | None = None
+        """What has happened since somebody last emptied the list; None: nobody wants to know."""
 
     def reset(self) -> Int32Array:
         """Forget every page, none of which is locked; returns them in no particular order.
@@ -60,6 +63,8 @@ class RadixCache:
                 self._journal.put(self._roots, namespace, None)
             for key in list(root.children):
                 self._journal.put(root.children, key, None)
+        if self.records is not None:
+            self.records.append(Cleared())
         return np.concatenate(held) if held else NO_PAGES
 
     @property
@@ -77,7 +82,7 @@ class RadixCache:
         node, parts, evictable = self._find_root(namespace), [], 0
         position = 0
         while node.children and (child := node.children.get(key := self.key(tokens, position))) is not None:
-            shared = self._shared_pages(child, tokens, position)
+            shared = child.shared_pages(tokens, position, self.page_size)
             if shared < len(child.pages):
                 child = self._split(child, shared, key)
             parts.append(child.pages)
@@ -94,7 +99,7 @@ class RadixCache:
         """
         count, position = 0, 0
         while (child := node.children.get(self.key(tokens, position))) is not None:
-            shared = self._shared_pages(child, tokens, position)
+            shared = child.shared_pages(tokens, position, self.page_size)
             count += shared if child.locks else 0
             position += shared * self.page_size
             if shared < len(child.pages):
@@ -121,7 +126,7 @@ class RadixCache:
         self.clock += 1
         position, index, canonical = 0, 0, []
         while index < len(pages) and (child := node.children.get(key := self.key(tokens, position))) is not None:
-            shared = self._shared_pages(child, tokens, position)
+            shared = child.shared_pages(tokens, position, self.page_size)
             if shared < len(child.pages):
                 child = self._split(child, shared, key)
             canonical.append(child.pages)
@@ -134,6 +139,8 @@ class RadixCache:
             child = Node(node, tokens[position:].copy(), rest, node.depth + len(rest), self._next_serial())
             self._journal.put(node.children, self.key(tokens, position), child)
             self.num_pages += len(rest)
+            if self.records is not None:
+                self.records.append(child.stored())
             canonical.append(rest)
             node = child
             self._touch(node)
@@ -219,10 +226,13 @@ class RadixCache:
                 self._enqueue(leaf)
             else:
                 self._remove(leaf)
-        return joined(taken)
+        evicted = joined(taken)
+        if taken and self.records is not None:
+            self.records.append(Evicted(evicted))
+        return evicted
 
     def nodes(self) -> Iterator[Node]:
-        """Every node that holds pages; for audits."""
+        """Every node that holds pages; what its pages follow comes before it."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -235,13 +245,8 @@ class RadixCache:
         return self._roots
 
     def path_pages(self, node: Node) -> Int32Array:
-        """All pages from the root to the end of `node`."""
-        parts = []
-        current: Node | None = node
-        while current is not None:
-            parts.append(current.pages)
-            current = current.parent
-        return np.concatenate(parts[::-1])
+        """All pages from the root to the end of `node`; for audits."""
+        return node.path_pages()
 
     def _find_root(self, namespace: str) -> Node:
         """The root of a namespace; a new one is not kept before something holds on to it, since clients choose the names."""
@@ -252,15 +257,6 @@ class RadixCache:
         """How the child that goes on with `tokens[position:]` is found: one page of tokens; nothing where that is cut short."""
         page = tokens[position : position + self.page_size]
         return page.tobytes() if len(page) == self.page_size else b""
-
-    def _shared_pages(self, child: Node, tokens: Int32Array, position: int) -> int:
-        """Whole pages that `child` and `tokens[position:]` have in common."""
-        length = min(len(child.tokens), len(tokens) - position)
-        if not length:
-            return 0
-        differs = child.tokens[:length] != tokens[position : position + length]
-        first = differs.argmax()
-        return int(first if differs[first] else length) // self.page_size
 
     def _split(self, node: Node, count: int, key: bytes) -> Node:
         """Put the first `count` pages of `node`, found by `key`, into a node of their own above it; returns that one."""
@@ -306,9 +302,12 @@ class RadixCache:
 
     def _snapshot(self) -> Restore:
         num_pages, num_locked = self.num_pages, self.num_locked
+        num_records = len(self.records or ())
 
         def restore() -> None:
             self.num_pages, self.num_locked = num_pages, num_locked
+            if self.records is not None:
+                del self.records[num_records:]
             # What the heap has lost or won is not known: offer every leaf anew.
             self._leaves.clear()
             for node in self.nodes():

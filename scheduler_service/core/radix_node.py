@@ -8,6 +8,7 @@ import numpy as np
 
 from scheduler_service.core.journal import Restore
 from scheduler_service.core.ops import Int32Array
+from scheduler_service.core.page_records import Stored
 
 NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -30,6 +31,30 @@ class Node:
         self.queued = False  # has its one entry in the heap of leaves
         self.serial = serial  # settles ties in the heap
         self.namespace = namespace  # of a root
+
+    def shared_pages(self, tokens: Int32Array, position: int, page_size: int) -> int:
+        """Whole pages that it and `tokens[position:]` have in common."""
+        length = min(len(self.tokens), len(tokens) - position)
+        if not length:
+            return 0
+        differs = self.tokens[:length] != tokens[position : position + length]
+        first = differs.argmax()
+        return int(first if differs[first] else length) // page_size
+
+    def path_pages(self) -> Int32Array:
+        """All pages from the root to its end."""
+        parts = []
+        current: Node | None = self
+        while current is not None:
+            parts.append(current.pages)
+            current = current.parent
+        return np.concatenate(parts[::-1])
+
+    def stored(self) -> Stored:
+        """The record that stores its pages, of which there must be some."""
+        parent = self.parent
+        assert parent is not None  # a root holds no pages
+        return Stored(0 if parent.parent is None else int(parent.pages[-1]), parent.namespace, self.pages, self.tokens)
 
     def saved(self) -> Restore:
         """Puts back what the node is now, except for its children, whatever has become of it."""

@@ -6,14 +6,15 @@ scheduler. The servicers know neither.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Protocol
 
 from scheduler_service.core.ops import Int32Array, TokenLogprobs
 from scheduler_service.core.request import FinishReason
 from scheduler_service.engine_loop import SubmitOptions
+from scheduler_service.page_events import PageBatch
 
 NO_LIMIT = 2**31 - 1
 """`SubmitOptions.max_tokens` of a request that may take all the room there is: the core cuts it to the row, the pool and the
@@ -133,5 +134,10 @@ class GatewayEngine(Protocol):
             CacheInUseError: they did not; nothing is changed then.
         """
 
-    def page_events(self, after: int | None) -> AsyncIterator[Any]:
-        """Batches of page events, from the one that follows number `after`; None: from the present state on."""
+    def page_events(self, after: int | None) -> AsyncGenerator[PageBatch, None]:
+        """Batches of page events, from the one that follows number `after`; None: the present state, and what comes after it.
+        To be closed.
+
+        Raises:
+            PagemirrorError: at once or later, with the status that SubscribePageEvents would have ended with.
+        """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from importlib.metadata import version
-from typing import Any
 
 from scheduler_service.core.errors import CacheInUseError, InternalError, UnknownRequestError
 from scheduler_service.core.ops import Int32Array
 from scheduler_service.engine_loop import EngineLoop, SubmitOptions
 from scheduler_service.gateway.engine import EngineInfo, Finish, Piece
+from scheduler_service.page_events import PageBatch
 from scheduler_service.subscription import Subscription
 
 
@@ -77,11 +77,9 @@ class LocalEngine:
         except TimeoutError:
             return self._engine.reset_prefix_cache(force=False)  # raises, or has become possible just now
 
-    async def page_events(self, after: int | None) -> AsyncIterator[Any]:
-        """See GatewayEngine. Nothing is published yet: whoever listens waits."""
-        while not self._engine.failed.is_set():
-            await self._engine.failed.wait()
-            yield None
+    def page_events(self, after: int | None) -> AsyncGenerator[PageBatch, None]:
+        """See GatewayEngine."""
+        return self._engine.page_events.follow(after).batches()
 
 
 class LocalOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from scheduler_service.gateway.byte_tokenizer import byte_tokenizer
 from scheduler_service.gateway.engine import GatewayEngine
 from scheduler_service.gateway.fields import UnsupportedFieldError
 from scheduler_service.gateway.generation import Calls
+from scheduler_service.gateway.kv_events import kv_event_batch
 from scheduler_service.gateway.model_facts import ModelFacts, read_facts
 from scheduler_service.gateway.stops import Decode
 from scheduler_service.gateway.tokenizer_files import TokenizerFiles
@@ -97,7 +97,12 @@ class GatewayServicer:
         """Events of cached pages, for as long as the gateway listens."""
         # At once: a gateway that sees nothing of an answer subscribes again and again.
         await context.send_initial_metadata(())
-        await asyncio.Event().wait()
+        async with (
+            statuses(context, "SubscribeKvEvents"),
+            contextlib.aclosing(self.engine.page_events(request.start_sequence_number or None)) as batches,
+        ):
+            async for batch in batches:
+                await context.write(kv_event_batch(batch))
 
 
 @contextlib.asynccontextmanager

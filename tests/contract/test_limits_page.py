@@ -10,7 +10,7 @@ import pytest
 from runtime_service import app as runtime_app
 from runtime_service import errors as runtime_errors
 from runtime_service import execute_stream, servicer
-from scheduler_service import call_gate, channels, errors, session_servicer, tokens, wire_facts
+from scheduler_service import call_gate, channels, errors, page_event_log, session_servicer, tokens, wire_facts, zmq_events
 from scheduler_service.core import parameters
 from scheduler_service.gateway import fields, stops
 from scheduler_service.gateway import servicer as gateway_servicer
@@ -29,6 +29,10 @@ CONSTANTS = {
     "stop strings of one request of the gateway": stops.MAX_STOP_STRINGS,
     "time for which the gateway's FlushCache waits": gateway_servicer.MAX_FLUSH_WAIT_S,
     "text of a status": errors.MAX_DETAIL_BYTES // 1024,
+    "readers of [page events](kv-events.md) at a time": page_event_log.MAX_FOLLOWERS,
+    "page events kept for readers that are behind or come back": page_event_log.MAX_HISTORY_BYTES // 2**20,
+    "batches of page events that wait for one [ZeroMQ subscriber](kv-events.md#over-zeromq)": zmq_events.MAX_UNSENT,
+    "time for which one message of a ZeroMQ replay waits to be taken": zmq_events.REPLAY_TIMEOUT_S,
     "size of a listing of rows": wire_facts.MAX_MESSAGE_BYTES // 2**20,
     "time to the hello": servicer.HELLO_TIMEOUT_S,
     "ops read and not answered": execute_stream.MAX_UNANSWERED_OPS,

@@ -126,25 +126,25 @@ def test_metadata_keeps_torch_in_an_extra(wheel: Path) -> None:
 
 
 def test_scheduler_imports_without_torch(scheduler_python: Path, tmp_path: Path, env: dict[str, str]) -> None:
-    """Every module of the scheduler imports in an environment that has no torch and no extra, but the gateway's servicers."""
+    """Every module of the scheduler imports in an environment that has no torch and no extra, but those that are for one."""
     code = """
 import importlib, importlib.util, json, pkgutil
 import scheduler_service
 found = pkgutil.walk_packages(scheduler_service.__path__, "scheduler_service.")
 names = [module.name for module in found if not module.name.endswith("__main__")]
-need_stubs = []
+need_extras = []
 for name in names:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "smg_grpc_proto":
+        if error.name not in {"smg_grpc_proto", "msgpack", "zmq"}:
             raise
-        need_stubs.append(name.removeprefix("scheduler_service.gateway."))
-print(json.dumps({"names": names, "need_stubs": need_stubs, "torch": importlib.util.find_spec("torch") is not None}))
+        need_extras.append(name.removeprefix("scheduler_service.").removeprefix("gateway."))
+print(json.dumps({"names": names, "need_extras": need_extras, "torch": importlib.util.find_spec("torch") is not None}))
 """
     told = json.loads(_run([scheduler_python, "-I", "-c", code], tmp_path, env))
     assert told["torch"] is False
-    assert set(told["need_stubs"]) <= {"servicer", "tokenspeed", "vllm", "kv_events"}
+    assert set(told["need_extras"]) <= {"servicer", "tokenspeed", "vllm", "kv_events", "zmq_events"}
     assert {"scheduler_service.cli", "scheduler_service.core.scheduler"} <= set(told["names"])
 
 

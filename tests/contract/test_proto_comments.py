@@ -83,7 +83,7 @@ def test_every_rpc_lists_its_status_codes(protos: list[FileDescriptorProto]) -> 
                 assert "OK" in named, method.name
                 unknown = {name for name in named if "_" in name and not name.startswith("FINISH_")} - STATUS_NAMES
                 assert not unknown, f"{method.name}: {unknown}"
-    assert rpcs == 11
+    assert rpcs == 12
 
 
 def test_first_value_of_every_enumeration_is_unspecified(protos: list[FileDescriptorProto]) -> None:

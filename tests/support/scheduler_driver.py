@@ -280,6 +280,7 @@ class Driver:
             "released": list(placement.released_rows),
             "requests": {name: _facts(request) for name, request in self.scheduler.requests.items()},
             "queues": (self.scheduler.num_waiting, self.scheduler.num_retracted, self.scheduler.num_in_flight),
+            "records": placement.cache.records and [str(record) for record in placement.cache.records],
             "steps": self.scheduler.last_step,
         }
 

@@ -865,3 +865,218 @@ class ServerInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class SubscribePageEventsRequest(_message.Message):
+    """Where to begin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """`sequence` of the last batch that the caller has applied: what came after it is sent, and no state. Unset: the present state
+    is sent first.
+    """
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscribePageEventsRequest: _TypeAlias = SubscribePageEventsRequest  # noqa: Y015
+
+@_typing.final
+class PageEventBatch(_message.Message):
+    """What happened to cached pages between two looks at them, in that order, or a part of the present state."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIMESTAMP_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """One more than that of the batch before; after a state, one more than `state.sequence`. Numbers grow over restarts of the
+    scheduler. In a part of a state: 0 but for the last part, so that nobody goes on after half of a state.
+    """
+    timestamp: _builtins.float
+    """When the batch was made, in seconds since 1970."""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___PageEvent]:
+        """At least one. They are to be applied one after the other."""
+
+    @_builtins.property
+    def state(self) -> Global___PageStatePart:
+        """Set in parts of the present state, and only there."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        timestamp: _builtins.float = ...,
+        events: _abc.Iterable[Global___PageEvent] | None = ...,
+        state: Global___PageStatePart | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "sequence", b"sequence", "state", b"state", "timestamp", b"timestamp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageEventBatch: _TypeAlias = PageEventBatch  # noqa: Y015
+
+@_typing.final
+class PageStatePart(_message.Message):
+    """Which part of the present state a batch is. The first part begins with `cleared`, everything else in a state is `stored`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    NUM_PAGES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """From 0 on, in the order of the stream."""
+    count: _builtins.int
+    """Parts of this state, at least 1."""
+    num_pages: _builtins.int
+    """Pages in the whole state. 0: the cache is empty."""
+    sequence: _builtins.int
+    """Number of the last batch whose events are in the state."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        count: _builtins.int = ...,
+        num_pages: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "index", b"index", "num_pages", b"num_pages", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageStatePart: _TypeAlias = PageStatePart  # noqa: Y015
+
+@_typing.final
+class PageEvent(_message.Message):
+    """One event. A kind that a reader does not know is to be treated like the end of the stream with DATA_LOSS."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___PagesStored:
+        """Pages have come into the cache."""
+
+    @_builtins.property
+    def removed(self) -> Global___PagesRemoved:
+        """Pages have left the cache."""
+
+    @_builtins.property
+    def cleared(self) -> Global___PagesCleared:
+        """The cache is empty: it was reset, or the runtime's memory is gone."""
+
+    def __init__(
+        self,
+        *,
+        stored: Global___PagesStored | None = ...,
+        removed: Global___PagesRemoved | None = ...,
+        cleared: Global___PagesCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "kind", b"kind", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___PageEvent: _TypeAlias = PageEvent  # noqa: Y015
+
+@_typing.final
+class PagesStored(_message.Message):
+    """Pages that follow one another have come into the cache. It holds none of them already, and holds what comes before them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    CACHE_NAMESPACE_FIELD_NUMBER: _builtins.int
+    hashes: _builtins.bytes
+    """Column uint64 (little-endian), at least one entry: the pages' hashes, as docs/kv-events.md defines them."""
+    parent_hash: _builtins.int
+    """Hash of the page before the first of them. Unset: they begin a sequence."""
+    tokens: _builtins.bytes
+    """Column int32 (little-endian): page_size tokens for each page."""
+    page_size: _builtins.int
+    """Tokens in a page; the same in all events of a stream."""
+    cache_namespace: _builtins.str
+    """cache_namespace of the requests that can use the pages. Empty: the common one."""
+    def __init__(
+        self,
+        *,
+        hashes: _builtins.bytes = ...,
+        parent_hash: _builtins.int | None = ...,
+        tokens: _builtins.bytes = ...,
+        page_size: _builtins.int = ...,
+        cache_namespace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash", "parent_hash", b"parent_hash"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash", "cache_namespace", b"cache_namespace", "hashes", b"hashes", "page_size", b"page_size", "parent_hash", b"parent_hash", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent_hash: _TypeAlias = _typing.Literal["parent_hash"]  # noqa: Y015
+    _WhichOneofArgType__parent_hash: _TypeAlias = _typing.Literal["_parent_hash", b"_parent_hash"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_hash) -> _WhichOneofReturnType__parent_hash | None: ...
+
+Global___PagesStored: _TypeAlias = PagesStored  # noqa: Y015
+
+@_typing.final
+class PagesRemoved(_message.Message):
+    """Pages have left the cache: nobody can use them, and what followed them has gone before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    hashes: _builtins.bytes
+    """Column uint64, at least one entry: the pages' hashes."""
+    def __init__(
+        self,
+        *,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagesRemoved: _TypeAlias = PagesRemoved  # noqa: Y015
+
+@_typing.final
+class PagesCleared(_message.Message):
+    """The cache is empty. Empty on purpose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagesCleared: _TypeAlias = PagesCleared  # noqa: Y015

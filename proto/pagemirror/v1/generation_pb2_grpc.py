@@ -82,6 +82,11 @@ class GenerationServiceStub(object):
                 request_serializer=pagemirror_dot_v1_dot_generation__pb2.GetInfoRequest.SerializeToString,
                 response_deserializer=pagemirror_dot_v1_dot_generation__pb2.ServerInfo.FromString,
                 _registered_method=True)
+        self.SubscribePageEvents = channel.unary_stream(
+                '/pagemirror.v1.GenerationService/SubscribePageEvents',
+                request_serializer=pagemirror_dot_v1_dot_generation__pb2.SubscribePageEventsRequest.SerializeToString,
+                response_deserializer=pagemirror_dot_v1_dot_generation__pb2.PageEventBatch.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -179,6 +184,23 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SubscribePageEvents(self, request, context):
+        """Which full pages the prefix cache holds: the present state first, then every change, in order. Whoever applies all of it
+        has exactly the cached pages. It begins anew, with `after` unset, when the stream ends with OUT_OF_RANGE or DATA_LOSS, and
+        when it ends otherwise with the last part of a state not yet there. Initial metadata is sent at once.
+
+        Status codes:
+        OK                  never: the stream has no end of its own
+        PERMISSION_DENIED   the server does not serve page events: they have the token ids of cached prompts
+        OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
+        DATA_LOSS           batches that were not read yet are not kept any more
+        RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
+        UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -221,6 +243,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=pagemirror_dot_v1_dot_generation__pb2.GetInfoRequest.FromString,
                     response_serializer=pagemirror_dot_v1_dot_generation__pb2.ServerInfo.SerializeToString,
+            ),
+            'SubscribePageEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribePageEvents,
+                    request_deserializer=pagemirror_dot_v1_dot_generation__pb2.SubscribePageEventsRequest.FromString,
+                    response_serializer=pagemirror_dot_v1_dot_generation__pb2.PageEventBatch.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -447,6 +474,33 @@ class GenerationService(object):
             '/pagemirror.v1.GenerationService/GetInfo',
             pagemirror_dot_v1_dot_generation__pb2.GetInfoRequest.SerializeToString,
             pagemirror_dot_v1_dot_generation__pb2.ServerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribePageEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagemirror.v1.GenerationService/SubscribePageEvents',
+            pagemirror_dot_v1_dot_generation__pb2.SubscribePageEventsRequest.SerializeToString,
+            pagemirror_dot_v1_dot_generation__pb2.PageEventBatch.FromString,
             options,
             channel_credentials,
             insecure,

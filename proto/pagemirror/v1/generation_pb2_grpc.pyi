@@ -91,6 +91,19 @@ class GenerationServiceStub:
     """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetInfoRequest, _generation_pb2.ServerInfo]
     """What is served, its limits, and how full it is. Status codes: OK only."""
+    SubscribePageEvents: _grpc.UnaryStreamMultiCallable[_generation_pb2.SubscribePageEventsRequest, _generation_pb2.PageEventBatch]
+    """Which full pages the prefix cache holds: the present state first, then every change, in order. Whoever applies all of it
+    has exactly the cached pages. It begins anew, with `after` unset, when the stream ends with OUT_OF_RANGE or DATA_LOSS, and
+    when it ends otherwise with the last part of a state not yet there. Initial metadata is sent at once.
+
+    Status codes:
+      OK                  never: the stream has no end of its own
+      PERMISSION_DENIED   the server does not serve page events: they have the token ids of cached prompts
+      OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
+      DATA_LOSS           batches that were not read yet are not kept any more
+      RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
+      UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -155,6 +168,19 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetInfoRequest, _generation_pb2.ServerInfo]  # type: ignore[assignment]
     """What is served, its limits, and how full it is. Status codes: OK only."""
+    SubscribePageEvents: _aio.UnaryStreamMultiCallable[_generation_pb2.SubscribePageEventsRequest, _generation_pb2.PageEventBatch]  # type: ignore[assignment]
+    """Which full pages the prefix cache holds: the present state first, then every change, in order. Whoever applies all of it
+    has exactly the cached pages. It begins anew, with `after` unset, when the stream ends with OUT_OF_RANGE or DATA_LOSS, and
+    when it ends otherwise with the last part of a state not yet there. Initial metadata is sent at once.
+
+    Status codes:
+      OK                  never: the stream has no end of its own
+      PERMISSION_DENIED   the server does not serve page events: they have the token ids of cached prompts
+      OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
+      DATA_LOSS           batches that were not read yet are not kept any more
+      RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
+      UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the scheduler process.
@@ -264,5 +290,24 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ServerInfo, _abc.Awaitable[_generation_pb2.ServerInfo]]:
         """What is served, its limits, and how full it is. Status codes: OK only."""
+
+    @_abc_1.abstractmethod
+    def SubscribePageEvents(
+        self,
+        request: _generation_pb2.SubscribePageEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.PageEventBatch], _abc.AsyncIterator[_generation_pb2.PageEventBatch]]:
+        """Which full pages the prefix cache holds: the present state first, then every change, in order. Whoever applies all of it
+        has exactly the cached pages. It begins anew, with `after` unset, when the stream ends with OUT_OF_RANGE or DATA_LOSS, and
+        when it ends otherwise with the last part of a state not yet there. Initial metadata is sent at once.
+
+        Status codes:
+          OK                  never: the stream has no end of its own
+          PERMISSION_DENIED   the server does not serve page events: they have the token ids of cached prompts
+          OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
+          DATA_LOSS           batches that were not read yet are not kept any more
+          RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
+          UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

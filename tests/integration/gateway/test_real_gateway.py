@@ -23,8 +23,15 @@ LIMIT_S = 60.0
 class Http:
     """A client of a few lines, since some of its connections are to be cut."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, metrics_port: int = 0) -> None:
         self._port = port
+        self._metrics_port = metrics_port
+
+    async def metric(self, name: str) -> float:
+        """Sum of all samples of the gateway's own metric; 0 where it has none yet."""
+        _, text = await Http(self._metrics_port).call("/metrics")
+        lines = [line for line in text.decode().splitlines() if line.partition(" ")[0].partition("{")[0] == name]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     @contextlib.asynccontextmanager
     async def open(self, path: str, body: dict[str, Any] | None = None) -> AsyncIterator[asyncio.StreamReader]:
@@ -73,14 +80,14 @@ def free_port() -> int:
 @contextlib.asynccontextmanager
 async def smg(worker: str, log: Path, env: dict[str, str]) -> AsyncIterator[Http]:
     """The gateway in front of one worker, from the moment at which it serves the worker's model."""
-    port = free_port()
+    port, metrics_port = free_port(), free_port()
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", f"grpc://{worker}", "--disable-retries"]
-    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    metrics = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "smg", "launch", *arguments, *metrics), env=env, stdout=output, stderr=output
         )
-    http = Http(port)
+    http = Http(port, metrics_port)
     try:
         async with asyncio.timeout(LIMIT_S):
             while not await _serves(http):
@@ -175,3 +182,36 @@ def _said(data: bytes, stream: bool) -> tuple[str, str]:
     choices = [choice for line in lines for choice in json.loads(line)["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
     return text, next(choice["finish_reason"] for choice in choices if choice["finish_reason"])
+
+
+@pytest.mark.timeout(120)
+async def test_index_of_the_real_gateway_has_the_cached_pages(
+    gateway: GatewayOf, word_tokenizer: Path, tmp_path: Path, child_env: dict[str, str]
+) -> None:
+    """What smg knows of the cache is as large as it, through evictions, a reset, and a stream that has to begin anew."""
+    async with (
+        gateway(num_pages=48, gateway_tokenizer=word_tokenizer) as served,
+        smg(served.address, tmp_path / "smg.log", child_env) as http,
+    ):
+        cache, events = served.engine.core.placement.cache, served.engine.page_events
+
+        async def agree() -> None:
+            async with asyncio.timeout(LIMIT_S):
+                while await http.metric("smg_kv_index_blocks") != cache.num_pages:
+                    await asyncio.sleep(0.05)
+
+        for start in range(12):
+            await http.ask("/v1/completions", {"prompt": "".join(f"w{start}_w{i}_" for i in range(20)), "max_tokens": 1})
+        assert cache.num_pages > 40
+        await agree()
+        (follower,) = events._followers
+        follower._sequence -= 1000  # as if it had been too slow
+        await http.ask("/v1/completions", {"prompt": "w1_" * 12, "max_tokens": 1})
+        await agree()
+        served.engine.reset_prefix_cache(force=True)
+        await http.ask("/v1/completions", {"prompt": "w2_" * 12, "max_tokens": 1})
+        await agree()
+        assert cache.num_pages < 10
+        assert await http.metric("smg_kv_event_gaps_total") == 0
+        assert await http.metric("smg_kv_event_parentless_stores_total") == 0
+        assert await http.metric("smg_kv_event_subscriptions_total") == 2
