@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import signal
 from collections.abc import Callable
@@ -36,12 +37,13 @@ async def test_gateway_port_of_a_scheduler_process(
     runtime = ["runtime", "--listen", f"unix:{short_tmp}/r.sock", "--model", "fingerprint", "--num-pages", "600"]
     scheduler = ["scheduler", "--runtime", f"unix:{short_tmp}/r.sock", "--listen", "127.0.0.1:0", "--heartbeat-timeout", "30"]
     gateway = ["--gateway-listen", f"unix:{short_tmp}/g.sock", "--api", "vllm"]
-    async with (
-        commands.serving(runtime, env, short_tmp / "runtime.log", RUNTIME_READY),
-        commands.serving([*scheduler, *gateway], env, short_tmp / "log", READY) as served,
-        grpc.aio.insecure_channel(f"unix:{short_tmp}/g.sock") as channel,
-        asyncio.timeout(LIMIT_S),
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        _, served = await asyncio.gather(  # the scheduler waits for the runtime
+            stack.enter_async_context(commands.serving(runtime, env, short_tmp / "runtime.log", RUNTIME_READY)),
+            stack.enter_async_context(commands.serving([*scheduler, *gateway], env, short_tmp / "log", READY)),
+        )
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"unix:{short_tmp}/g.sock"))
+        await stack.enter_async_context(asyncio.timeout(LIMIT_S))
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         async with Client(served.target) as client:
             tokens = [token async for piece in client.generate([1, 2, 3], max_tokens=6) for token in piece.tokens]

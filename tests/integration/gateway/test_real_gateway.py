@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -116,10 +117,16 @@ async def test_openai_endpoints_by_the_real_gateway(
     gateway: GatewayOf, continuation: Continuation, word_tokenizer: Path, tmp_path: Path, child_env: dict[str, str]
 ) -> None:
     """Completions and chats, plain and streamed, several at a time, stop strings, refusals, a full queue, dropped clients."""
-    async with (
-        gateway(max_rows=4, max_waiting=3, gateway_tokenizer=word_tokenizer) as served,
-        smg(served.address, tmp_path / "smg.log", child_env) as http,
-    ):
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(word_tokenizer, elsewhere)
+    async with contextlib.AsyncExitStack() as stack:
+        served = await stack.enter_async_context(gateway(max_rows=4, max_waiting=3, gateway_tokenizer=elsewhere))
+        # As on another machine: the folder that the gateway is told is not there, so it asks for the files.
+        await served.run([1], 1, stop=["loads the tokenizer"])
+        sent = [chunk async for chunk in served.stub.GetTokenizer(served.api.common.GetTokenizerRequest())]
+        assert sent[-1].sha256
+        shutil.rmtree(elsewhere)
+        http = await stack.enter_async_context(smg(served.address, tmp_path / "smg.log", child_env))
         core, prompt = served.engine.core, "w5_w6_w7_"
         tokens = continuation([5, 6, 7], 40)
 
