@@ -43,6 +43,7 @@ STAGE_BOUNDS = (*(1e-5, 2e-5, 5e-5, 1e-4, 2e-4), *STEP_BOUNDS)
 STAGES = ("plan", "send", "wait", "complete", "deliver")
 
 _MOST_UNFOLDED = 4096
+_CONTINUATION, _FIRST_CHUNK = Cause.CONTINUATION, Cause.FIRST_CHUNK
 _BREAKS_OFF = (FinishReason.ABORT, FinishReason.DEADLINE)
 
 
@@ -175,49 +176,52 @@ class Tally:
         self._in_flight.append(self._sent_rows)
 
     def _note_rows(self, op: ForwardOp) -> _Rows:
-        num_rows, num_extend, full = op.num_rows, op.num_extend_rows, op.full_refresh
+        num_rows, num_extend = op.num_rows, op.num_extend_rows
         self.rows += num_rows
+        num_full = int(np.count_nonzero(op.full_refresh))
+        self.refreshed_rows += num_full
         positions, num_first = None, 0
         if num_extend:
-            self._note_extends(op, full[:num_extend].tolist())
+            num_full -= self._note_extends(op, num_extend)
             num_first = op.sample[:num_extend].tolist().count(True)
             if num_first < num_extend:
                 positions = op.sample.nonzero()[0]
         if num_rows > num_extend:
-            self._note_decodes(op)
+            self._note_decodes(op, num_rows - num_extend, num_full)
         slots = self._slot_of_row.take(op.req_pool_indices if positions is None else op.req_pool_indices[positions])
         return _Rows(slots, positions, num_first, op.steady is not None)
 
-    def _note_extends(self, op: ForwardOp, full: list[bool]) -> None:
-        sent = self.rows_sent
-        for position, (cause, whole) in enumerate(zip(op.extend_causes, full, strict=True)):
-            sent[cause][whole] += 1
-            self.refreshed_rows += whole
-            if cause is Cause.CONTINUATION:
+    def _note_extends(self, op: ForwardOp, num_extend: int) -> int:
+        """How many of the extend rows are sent with full_refresh."""
+        full: list[bool] = op.full_refresh[:num_extend].tolist()
+        rows: list[int] = op.req_pool_indices[:num_extend].tolist()
+        for position, cause in enumerate(op.extend_causes):
+            self.rows_sent[cause][full[position]] += 1
+            if cause is _CONTINUATION:
                 continue
             request = op.requests[position]
             slot = self._slots.get(request.request_id)
             if slot is None:
                 continue
-            self._slot_of_row[op.req_pool_indices[position]] = slot
-            if cause is Cause.FIRST_CHUNK:
+            self._slot_of_row[rows[position]] = slot
+            if cause is _FIRST_CHUNK:
                 self._started_at[slot] = self._clock()
                 if request.prefix_cache:
                     self.query_tokens += request.prompt_len
                     self.hit_tokens += request.cached_tokens
+        return full.count(True)
 
-    def _note_decodes(self, op: ForwardOp) -> None:
-        full = op.full_refresh[op.num_extend_rows :]
-        num_full = int(np.count_nonzero(full))
-        num_first = num_first_full = 0
+    def _note_decodes(self, op: ForwardOp, num_decodes: int, num_full: int) -> None:
         if op.first_decodes is not None:
-            num_first = int(np.count_nonzero(op.first_decodes))
-            num_first_full = int(np.count_nonzero(full & op.first_decodes)) if num_full else 0
-            self._first_decodes[0] += num_first - num_first_full
-            self._first_decodes[1] += num_first_full
-        self.refreshed_rows += num_full
-        self._decodes[0] += len(full) - num_full - (num_first - num_first_full)
-        self._decodes[1] += num_full - num_first_full
+            first = op.first_decodes.nonzero()[0].tolist()
+            num_extend, full = op.num_extend_rows, op.full_refresh
+            whole = sum(1 for place in first if full[num_extend + place]) if num_full else 0
+            self._first_decodes[0] += len(first) - whole
+            self._first_decodes[1] += whole
+            num_decodes -= len(first)
+            num_full -= whole
+        self._decodes[0] += num_decodes - num_full
+        self._decodes[1] += num_full
 
     def answered(self, result: StepResult, wait_s: float, now: float, complete_s: float) -> None:
         """The oldest op in flight has its result, which came after so long and was taken in at `now`."""
@@ -242,7 +246,9 @@ class Tally:
                 fine = fine[rows.positions]
             slots, num_extend = slots[fine], int(np.count_nonzero(fine[:num_extend]))
         last = self._last_at.take(slots)
-        self._last_at[slots] = np.fmax(last, now)  # no number becomes now, infinity stays
+        # Of a request that ended after the op was sent, infinity stays.
+        has_ended = bool(self._over) and self._over[-1][0] >= self._num_answered
+        self._last_at[slots] = np.fmax(last, now) if has_ended else now
         if num_extend:
             for slot, before in zip(slots[:num_extend].tolist(), last[:num_extend].tolist(), strict=True):
                 if math.isnan(before):
