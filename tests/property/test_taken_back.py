@@ -81,7 +81,7 @@ def _answer(driver: Driver, op: Any) -> Any:
 
 
 @given(options=CONFIGS, calls=st.lists(st.tuples(CALLS, st.lists(st.integers(1, 300), max_size=3)), max_size=40))
-@settings(max_examples=1500)
+@settings(max_examples=150)
 def test_calls_that_raised_have_left_nothing(options: dict[str, Any], calls: list[tuple[tuple[Any, ...], list[int]]]) -> None:
     """A scheduler whose calls raised at up to three lines each goes on exactly like one whose calls did not."""
     config = SchedulerConfig(**DEFAULTS | options)
