@@ -137,14 +137,14 @@ for name in names:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name not in {"smg_grpc_proto", "msgpack", "zmq"}:
+        if error.name not in {"smg_grpc_proto", "msgpack", "zmq", "opentelemetry"}:
             raise
         need_extras.append(name.removeprefix("scheduler_service.").removeprefix("gateway."))
 print(json.dumps({"names": names, "need_extras": need_extras, "torch": importlib.util.find_spec("torch") is not None}))
 """
     told = json.loads(_run([scheduler_python, "-I", "-c", code], tmp_path, env))
     assert told["torch"] is False
-    assert set(told["need_extras"]) <= {"servicer", "tokenspeed", "vllm", "kv_events", "zmq_events"}
+    assert set(told["need_extras"]) <= {"servicer", "tokenspeed", "vllm", "kv_events", "zmq_events", "tracing"}
     assert {"scheduler_service.cli", "scheduler_service.core.scheduler"} <= set(told["names"])
 
 
