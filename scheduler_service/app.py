@@ -90,10 +90,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
     metrics.watch_tasks(asyncio.get_running_loop())
     traces = open_traces(settings.otlp_endpoint, "pagemirror-scheduler")
     trace_requests(metrics.tally, traces)
-    if settings.runtime_tls is not None:
-        settings.runtime_tls.credentials()  # told now, not at a connection that is tried again and again
-    elif far := [target for target in settings.runtimes if not is_local(target)]:
-        log.warning("plaintext_to_runtime", runtimes=far, reason="no --runtime-tls-ca")
+    _check_way_to_runtimes(settings)
     # Before anything slow: a port in use is told at once, health says how far we are, and calls of early clients wait.
     front = PublicServer(settings, metrics, board, traces=traces)
     server, address = front.server, front.address
@@ -125,8 +122,7 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
             if gateway is not None:
                 await gateway.server.start()
             if publisher is not None:
-                name = PurePath(engine.facts.model).name or engine.facts.model
-                publisher.start(engine.page_events, f"kv@{settings.kv_events_id or address}@{name}")
+                publisher.start(engine.page_events, _topic(settings.kv_events_id or address, engine.facts.model))
             also = "" if gateway is None else f"; {gateway.api} on {gateway.address}"
             announce(f"pagemirror ready on {address} (model {engine.facts.model}{also})")
             log.info("serving", address=address, runtime=settings.runtime, model=engine.facts.model)
@@ -149,6 +145,18 @@ async def serve(settings: SchedulerSettings, announce: Callable[[str], None], ex
             await publisher.close()
         metrics.close()
         await close_traces(traces)
+
+
+def _check_way_to_runtimes(settings: SchedulerSettings) -> None:
+    """Raises StartError for certificates that cannot be used: told now, not at a connection that is tried again and again."""
+    if settings.runtime_tls is not None:
+        settings.runtime_tls.credentials()
+    elif far := [target for target in settings.runtimes if not is_local(target)]:
+        log.warning("plaintext_to_runtime", runtimes=far, reason="no --runtime-tls-ca")
+
+
+def _topic(publisher: str, model: str) -> str:
+    return f"kv@{publisher}@{PurePath(model).name or model}"
 
 
 def _note_stuck(engine: EngineLoop, board: HealthBoard, stuck: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from pagemirror.addresses import is_local
 from scheduler_service.agreement import ExpectedShape
 from scheduler_service.core.config import MAX_OVERLAP_DEPTH, RefreshPolicy, SchedulerConfig, Verify
 from scheduler_service.public_settings import PublicSettings, SettingsError, check_address, check_pair, load
