@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pagemirror.addresses import is_local
+from scheduler_service.children import parent_gone
 from scheduler_service.engine_loop import EngineLoop
 from scheduler_service.errors import DrainingError, StartError
 from scheduler_service.gateway.local_engine import LocalEngine
@@ -60,17 +60,7 @@ class StopSignals:
 
     async def follow_parent(self, parent: int) -> None:
         """Treat the end of process `parent`, however it ends, as a demand to end at once."""
-        with contextlib.suppress(ProcessLookupError):
-            # A pidfd becomes readable when its process ends, and never means another process that gets the same number.
-            descriptor = os.pidfd_open(parent)
-            ended = asyncio.Event()
-            loop = asyncio.get_running_loop()
-            loop.add_reader(descriptor, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(descriptor)
-                os.close(descriptor)
+        await parent_gone(parent)
         log.warning("parent_gone", parent=parent)
         self.drain.set()
         self.now.set()

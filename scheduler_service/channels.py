@@ -168,6 +168,30 @@ def reserve(address: str, shared: bool = True) -> Iterator[str]:
         yield f"{host}:{kept.getsockname()[1]}"
 
 
+@contextlib.contextmanager
+def hold(address: str) -> Iterator[str]:
+    """Keep `address` for a server that is still to be started and then binds it alone; yields it, with the port in it. Whoever
+    connects meanwhile is refused.
+
+    Raises:
+        StartError: it is in use, or cannot be bound.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        kept = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
+    with kept:
+        if int(port):  # connections of a server that was there before may still be closing; a port of our choice has none
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            kept.bind(place)
+        except OSError as error:
+            raise StartError(f"cannot listen on {address}: {error.strerror or error}") from error
+        yield f"{host}:{kept.getsockname()[1]}"
+
+
 def _bind_for_all(host: str, port: int) -> socket.socket:
     """A socket that holds the address and lets others of this user share it. It does not listen: no connection is for it."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

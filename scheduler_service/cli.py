@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scheduler_service import cli_events, cli_frontend, cli_serve
+from scheduler_service import cli_events, cli_frontend, cli_serve, cli_up
 from scheduler_service.cli_options import (
     DEFAULT_TARGET,
     AnyPolicy,
@@ -49,7 +49,7 @@ app.command(
         "pagemirror up --model tiny --num-pages 64 --refresh-policy diff --check",
         "pagemirror up --model tiny --host 0.0.0.0 --tls-cert llm.pem --tls-key llm.key --token-file tokens",
     )
-)(cli_serve.up)
+)(cli_up.up)
 app.command(
     epilog=examples(
         "pagemirror scheduler --runtime unix:/run/pagemirror/runtime.sock --metrics-port 9090",

@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 
 from scheduler_service.cli_options import (
+    Api,
+    ExitWithParent,
+    GatewayListen,
+    GatewayTokenizer,
     Grace,
     Insecure,
     Keepalive,
@@ -53,6 +57,9 @@ def frontend(
     max_unread_tokens: MaxUnreadTokens = None,
     write_timeout: WriteTimeout = None,
     keepalive: Keepalive = None,
+    gateway_listen: GatewayListen = None,
+    api: Api = None,
+    gateway_tokenizer: GatewayTokenizer = None,
     scheduler_tls_ca: Annotated[
         Path | None, typer.Option(help="Reach the scheduler by TLS; its certificate is from this authority.")
     ] = None,
@@ -70,6 +77,7 @@ def frontend(
     grace: Grace = None,
     log_level: LogLevel = None,
     log_json: LogJson = None,
+    exit_with_parent: ExitWithParent = None,
 ) -> None:
     """Serve GenerationService from processes of their own, each of which reaches the scheduler over one stream.
 
@@ -84,13 +92,14 @@ def frontend(
     from scheduler_service.logs import configure_logs
     from scheduler_service.public_settings import SettingsError
 
+    given = {name: value for name, value in context.params.items() if name != "exit_with_parent"}
     try:
-        settings = load_frontend_settings(**context.params)
+        settings = load_frontend_settings(**given)
     except SettingsError as error:
         fail(str(error), 2)
     configure_logs(settings.log_level, as_json=settings.log_json)
     try:
-        status = asyncio.run(run_frontend(settings, _announce))
+        status = asyncio.run(run_frontend(settings, _announce, exit_with_parent))
     except PagemirrorError as error:
         fail(str(error), 1)
     raise typer.Exit(status)

@@ -125,6 +125,12 @@ KvEventsEndpoint = Annotated[
 ]
 KvEventsReplay = Annotated[str | None, typer.Option(help="Likewise, to answer requests for earlier ones.  [default: none]")]
 KvEventsId = Annotated[str | None, typer.Option(help="What the topic calls this scheduler: kv@ID@MODEL.  [default: --listen]")]
+Http = Annotated[
+    str | None,
+    typer.Option(
+        help="Serve OpenAI's HTTP endpoints on PORT of 127.0.0.1, or on HOST:PORT, by the gateway smg; 0: any free port."
+    ),
+]
 RuntimeTlsCa = Annotated[Path | None, typer.Option(help="Reach the runtime by TLS; its certificate is from this authority.")]
 RuntimeTlsCert = Annotated[Path | None, typer.Option(help="Certificate to show to the runtime.")]
 RuntimeTlsKey = Annotated[Path | None, typer.Option(help="Key of --runtime-tls-cert.")]

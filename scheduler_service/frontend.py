@@ -16,8 +16,8 @@ from collections.abc import Callable
 import structlog
 
 from scheduler_service.channels import reserve
+from scheduler_service.children import RestartPolicy, cancel, kill, parent_gone, terminate
 from scheduler_service.frontend_settings import FrontendSettings
-from scheduler_service.up import RestartPolicy
 
 log = structlog.get_logger("pagemirror.frontend")
 
@@ -27,9 +27,10 @@ _KILL_AFTER_S = 10.0  # beyond the grace
 class Frontend:
     """The workers, and how they end."""
 
-    def __init__(self, settings: FrontendSettings, announce: Callable[[str], None]) -> None:
+    def __init__(self, settings: FrontendSettings, announce: Callable[[str], None], parent: int | None = None) -> None:
         self._settings = settings
         self._announce = announce
+        self._parent = parent
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._serving: set[int] = set()
         self._announced = False
@@ -42,11 +43,15 @@ class Frontend:
             StartError: the address cannot be had.
         """
         loop = asyncio.get_running_loop()
-        with reserve(self._settings.listen, self._settings.workers > 1) as address:
-            settings = self._settings.model_copy(update={"listen": address})
+        shared = self._settings.workers > 1
+        with contextlib.ExitStack() as stack:
+            places = {"listen": self._settings.listen, "gateway_listen": self._settings.gateway_listen}
+            kept = {name: stack.enter_context(reserve(place, shared)) for name, place in places.items() if place is not None}
+            settings = self._settings.model_copy(update=kept)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal)
             keepers = [asyncio.create_task(self._keep(n, settings)) for n in range(settings.workers)]
+            follower = asyncio.create_task(self._follow_parent())
             try:
                 await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
                 if failed := not self._stopping.is_set():
@@ -54,12 +59,19 @@ class Frontend:
                 await asyncio.wait(keepers, timeout=settings.grace + _KILL_AFTER_S)
                 return int(failed)
             finally:
+                await cancel(follower)
                 for process in self._workers.values():
-                    if process.returncode is None:
-                        process.kill()
+                    kill(process)
                 await asyncio.gather(*keepers, return_exceptions=True)
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.remove_signal_handler(number)
+
+    async def _follow_parent(self) -> None:
+        if self._parent is not None:
+            await parent_gone(self._parent)
+            self._on_signal()
+            for process in self._workers.values():
+                terminate(process)  # twice: at once
 
     async def _keep(self, n: int, settings: FrontendSettings) -> None:
         """Start one worker, and again when it has ended, until all are to end or it is not worth trying again."""
@@ -86,7 +98,7 @@ class Frontend:
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         self._workers[n] = process
         if self._stopping.is_set():
-            _terminate(process)
+            terminate(process)
         assert process.stdin is not None
         process.stdin.write(settings.of_worker(n).model_dump_json().encode())
         process.stdin.close()
@@ -100,27 +112,23 @@ class Frontend:
     async def _read_address(self, n: int, process: asyncio.subprocess.Process, policy: RestartPolicy) -> None:
         """Wait for the line with which a worker says that it serves."""
         assert process.stdout is not None
-        if address := (await process.stdout.readline()).decode().strip():
+        if addresses := (await process.stdout.readline()).decode().split():
             policy.note_ready()
-            self._note_serving(n, address)
+            self._note_serving(n, *addresses)
 
-    def _note_serving(self, n: int, address: str) -> None:
+    def _note_serving(self, n: int, address: str, gateway: str = "") -> None:
         self._serving.add(n)
         if len(self._serving) == self._settings.workers and not self._announced:
             self._announced = True
-            self._announce(f"pagemirror frontend ready on {address} (workers {self._settings.workers})")
+            also = f"; {self._settings.api} on {gateway}" if gateway else ""
+            self._announce(f"pagemirror frontend ready on {address} (workers {self._settings.workers}{also})")
 
     def _on_signal(self) -> None:
         self._stopping.set()
         for process in self._workers.values():
-            _terminate(process)
+            terminate(process)
 
 
-def _terminate(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-
-
-async def run_frontend(settings: FrontendSettings, announce: Callable[[str], None]) -> int:
-    """Serve until a signal; the exit status. Raises StartError."""
-    return await Frontend(settings, announce).run()
+async def run_frontend(settings: FrontendSettings, announce: Callable[[str], None], parent: int | None = None) -> int:
+    """Serve until a signal, or until process `parent` has ended; the exit status. Raises StartError."""
+    return await Frontend(settings, announce, parent).run()

@@ -46,6 +46,11 @@ class SchedulerLink:
         """The first attempt is over, whatever came of it."""
 
     @property
+    def connected(self) -> bool:
+        """There is an open session."""
+        return self._current is not None and self._current[1].broken is None
+
+    @property
     def session(self) -> Session:
         """The open one. Raises SessionCallError with UNAVAILABLE while there is none."""
         return self._open()[1]
@@ -56,7 +61,7 @@ class SchedulerLink:
         return self._open()[0]
 
     def _open(self) -> tuple[Client, Session]:
-        if self._current is None or self._current[1].broken is not None:
+        if self._current is None or not self.connected:
             details = f"this front end has no scheduler now, it keeps trying; last trouble: {self._reason}"
             raise SessionCallError(grpc.StatusCode.UNAVAILABLE, details)
         return self._current

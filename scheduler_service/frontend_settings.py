@@ -36,8 +36,9 @@ class FrontendSettings(PublicSettings):
     def _can_be_shared(self) -> Self:
         if self.metrics_port and self.metrics_port + self.workers > 65536:
             raise ValueError(f"--metrics-port {self.metrics_port} leaves no port each for {self.workers} workers")
-        if self.workers > 1 and self.listen.startswith("unix:"):
-            raise ValueError("--workers above 1 needs --listen HOST:PORT: processes cannot share a unix socket")
+        for option, address in (("--listen", self.listen), ("--gateway-listen", self.gateway_listen or "")):
+            if self.workers > 1 and address.startswith("unix:"):
+                raise ValueError(f"--workers above 1 needs {option} HOST:PORT: processes cannot share a unix socket")
         return self
 
     def of_worker(self, n: int) -> FrontendSettings:

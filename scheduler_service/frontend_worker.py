@@ -26,7 +26,8 @@ _STOP_GRACE_S = 1.0  # for streams to carry away the status they were just ended
 
 
 async def serve(settings: FrontendSettings, announce: Callable[[str], None], parent: int | None = None) -> None:
-    """Serve until a signal, or until process `parent` has ended.
+    """Serve until a signal, or until process `parent` has ended. `announce` is given the address, and that of the gateway port
+    after a space where there is one.
 
     Raises:
         StartError: the address cannot be had, or a file of the settings cannot be used.
@@ -35,10 +36,10 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     board = HealthBoard()
     security = settings.security()
     await security.channel(settings.scheduler).close()  # what is wrong with its files is told now
-    metrics = FrontendMetrics(settings.worker)
+    metrics, shared = FrontendMetrics(settings.worker), settings.workers > 1
     metrics.watch_tasks(asyncio.get_running_loop())
     traces = open_traces(settings.otlp_endpoint, "pagemirror-frontend")
-    front = PublicServer(settings, metrics, board, share_port=settings.workers > 1, traces=traces)
+    front = PublicServer(settings, metrics, board, share_port=shared, traces=traces)
 
     def show(connected: bool) -> None:
         board.show(connected)
@@ -55,6 +56,17 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
     servicer = FrontendServicer(link, serves_page_events=settings.serves_page_events)
     metrics.servicer = servicer
     front.add_servicer(servicer)
+    servers, addresses = [front.server], [front.address]
+    engine = None
+    if settings.gateway_listen is not None:
+        from scheduler_service.gateway.linked_engine import LinkedEngine
+        from scheduler_service.gateway.server import GatewayServer
+
+        gateway = GatewayServer(settings, metrics, board, share_port=shared, traces=traces)
+        engine = LinkedEngine(link)
+        gateway.add(engine)
+        servers.append(gateway.server)
+        addresses.append(gateway.address)
     if settings.metrics_port is not None:
         host = settings.metrics_address
         log.info("serving_metrics", host=host, port=metrics.serve(host, settings.metrics_port))
@@ -63,24 +75,29 @@ async def serve(settings: FrontendSettings, announce: Callable[[str], None], par
         tasks.append(asyncio.create_task(stop.follow_parent(parent)))
     try:
         with stop.installed():
-            await front.server.start()
+            for server in servers:
+                await server.start()
             await first(link.tried.wait(), stop.drain.wait())
-            announce(front.address)
+            announce(" ".join(addresses))
             log.info("serving", address=front.address, scheduler=settings.scheduler)
             if await first(asyncio.shield(tasks[0]), stop.drain.wait()):  # raises what ended it
                 raise InternalError("the link to the scheduler ended")
-            log.info("draining", grace_s=settings.grace, live=servicer.num_live)
+            log.info("draining", grace_s=settings.grace, live=servicer.num_live + (engine.num_live if engine else 0))
             await board.drain()
             servicer.draining = True
+            waits = [servicer.idle.wait()]
+            if engine is not None:
+                engine.draining = True
+                waits.append(engine.idle.wait())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.grace):
-                    await first(servicer.idle.wait(), stop.now.wait())  # a second signal: at once
-            await front.server.stop(_STOP_GRACE_S)
+                    await first(asyncio.gather(*waits), stop.now.wait())  # a second signal: at once
+            await asyncio.gather(*(server.stop(_STOP_GRACE_S) for server in servers))
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await front.server.stop(None)
+        await asyncio.gather(*(server.stop(None) for server in servers))
         metrics.close()
         await close_traces(traces)
 

@@ -57,6 +57,10 @@ class TokenFile:
         """What a client sends with a call."""
         return (("authorization", f"Bearer {self._current()[0].decode()}"),)
 
+    def texts(self) -> list[str]:
+        """All of them as they are now, for a program that is handed them once."""
+        return [token.decode() for token in self._current()]
+
     def _current(self) -> list[bytes]:
         stamp = self._look()
         if stamp != self._stamp:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_service.children import RestartPolicy
 from scheduler_service.errors import StartError
-from scheduler_service.up import RestartPolicy, UpOptions, run_up, socket_base
+from scheduler_service.up import UpOptions, run_up, socket_base
 
 
 def test_socket_lies_in_tmpdir_unless_its_name_is_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

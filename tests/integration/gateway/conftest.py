@@ -30,7 +30,10 @@ from runtime_service import app as runtime_app
 from runtime_service.executors.base import Capacity
 from runtime_service.executors.fingerprint import FingerprintExecutor
 from runtime_service.settings import RuntimeSettings
+from scheduler_service.client_security import ClientSecurity
 from scheduler_service.engine_loop import EngineLoop
+from scheduler_service.frontend_link import SchedulerLink
+from scheduler_service.gateway.linked_engine import LinkedEngine
 from scheduler_service.gateway.local_engine import LocalEngine
 from scheduler_service.gateway.server import GatewayServer
 from scheduler_service.public_server import HealthBoard
@@ -104,11 +107,17 @@ class Gateway:
     channel: grpc.aio.Channel
     engine: EngineLoop
     address: str
+    linked: LinkedEngine | None = None
+    """Where it is the port of a front end."""
 
     @property
     def num_tokens(self) -> float:
         """Tokens that the engine has put out so far, for anybody."""
         return self.engine.metrics.registry.get_sample_value("pagemirror_generated_tokens_total") or 0.0
+
+    def drain(self) -> None:
+        """Take nothing new from now on, as the process does whose port it is."""
+        (self.linked or self.engine).draining = True
 
     async def run(self, *args: Any, **options: Any) -> tuple[list[list[int]], Any]:
         """One request of one completion: the tokens of each chunk, and its end."""
@@ -146,6 +155,7 @@ class Gateway:
 async def gateway_of(
     both_services: Callable[..., Any],
     api: str,
+    through: str,
     *,
     num_pages: int = 64,
     max_rows: int = 8,
@@ -153,7 +163,7 @@ async def gateway_of(
     stop_ids: tuple[int, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """Both services with the fingerprint model, and the gateway's port."""
+    """Both services with the fingerprint model, and the gateway's port, of the scheduler or of a front end's worker."""
     executor = FingerprintExecutor(num_pages=num_pages, page_size=4)
     executor._info = dataclasses.replace(executor.info, default_stop_ids=stop_ids)
     runtime_settings = RuntimeSettings(
@@ -162,24 +172,41 @@ async def gateway_of(
     create = lambda _: (executor, Capacity(num_pages=num_pages, max_pages_per_row=32))  # noqa: E731
     values = {"check": True, "chunk_size": 8, "token_budget": 32} | settings
     load = functools.partial(runtime_app.load, runtime_settings, create)
-    async with both_services(load, limit_s=LIMIT_S, **values) as (engine, _, _), serve(engine, api, **settings) as gateway:
-        yield gateway
+    async with both_services(load, limit_s=LIMIT_S, **values) as (engine, client, _):
+        behind = linked(client.target) if through == "front end" else contextlib.nullcontext()
+        async with behind as link, serve(engine, api, link, **settings) as gateway:
+            yield gateway
     assert executor.violations == []
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: EngineLoop, api: str, **settings: Any) -> AsyncIterator[Gateway]:
-    """The gateway's port over an engine, and a channel to it."""
+async def linked(target: str) -> AsyncIterator[SchedulerLink]:
+    """A front end's session with a scheduler."""
+    link = SchedulerLink(target, ClientSecurity(), max_unread=65_536)
+    task = asyncio.create_task(link.run())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await link.tried.wait()
+        yield link
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def serve(engine: EngineLoop, api: str, link: SchedulerLink | None = None, **settings: Any) -> AsyncIterator[Gateway]:
+    """The gateway's port over an engine, or over a link to it, and a channel to it."""
     given = SchedulerSettings(runtime="unused:1", listen="127.0.0.1:0", gateway_listen="127.0.0.1:0", api=api, **settings)
     board = HealthBoard()
     server = GatewayServer(given, engine.metrics, board)
-    server.add(LocalEngine(engine))
+    behind = None if link is None else LinkedEngine(link)
+    server.add(behind or LocalEngine(engine))
     await server.server.start()
     board.show(True)
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
             names = Api(api)
-            yield Gateway(names, names.stub(channel), channel, engine, server.address)
+            yield Gateway(names, names.stub(channel), channel, engine, server.address, behind)
     finally:
         await server.server.stop(0)
 
@@ -190,10 +217,16 @@ def api(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["scheduler", "front end"])
+def through(request: pytest.FixtureRequest) -> str:
+    """Whose port it is."""
+    return str(request.param)
+
+
 @pytest.fixture
-def gateway(both_services: Callable[..., Any], api: str) -> Callable[..., AbstractAsyncContextManager[Gateway]]:
+def gateway(both_services: Callable[..., Any], api: str, through: str) -> Callable[..., AbstractAsyncContextManager[Gateway]]:
     """The port of one of the services; keyword arguments are the runtime's shape and the scheduler's settings."""
-    return functools.partial(gateway_of, both_services, api)
+    return functools.partial(gateway_of, both_services, api, through)
 
 
 @pytest.fixture(scope="session")

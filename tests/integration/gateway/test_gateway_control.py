@@ -67,7 +67,7 @@ async def test_health_of_both_kinds(gateway: GatewayOf) -> None:
         for service in ("", name[served.api.name]):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        served.engine.draining = True
+        served.drain()
         unwell = await served.stub.HealthCheck(served.api.pb2.HealthCheckRequest())
         assert not unwell.healthy
         assert unwell.message
