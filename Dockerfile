@@ -20,7 +20,7 @@ COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; e = p['optional-dependencies']; \
 write = lambda name, lines: open(name + '.txt', 'w').write('\n'.join(lines)); \
 write('scheduler', p['dependencies'] + e['text'] + e['gateway'] + e['events'] + e['tracing'] + e['fast']); \
-write('runtime', p['dependencies'] + e['runtime']); \
+write('runtime', p['dependencies'] + e['runtime'] + e['tracing']); \
 write('fetch', e['convert'])"
 
 # The project's own wheel.
