@@ -31,7 +31,8 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, link: SchedulerLink, *, serves_page_events: bool = True) -> None:
         self._link = link
         self._serves_page_events = serves_page_events
-        self.draining = False
+        self._event_calls: set[Any] = set()
+        self._draining = False
         self.num_requests = self.num_tokens = 0
         """Calls of Generate so far, and tokens written to them."""
         self.num_live = 0
@@ -69,6 +70,7 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
                 self.num_live -= 1
                 if not self.num_live:
                     self.idle.set()
+                    self._end_events_if_due()
 
     @override
     async def Session(self, requests: Any, context: Context) -> None:  # type: ignore[override]
@@ -109,8 +111,11 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with _statuses(context, "SubscribePageEvents"):
             if not self._serves_page_events:
                 raise EventsOffError
+            if self.draining:
+                raise DrainingError
             client = self._link.client
             call = client.stub.SubscribePageEvents(request, metadata=client.metadata())
+            self._event_calls.add(call)
             try:
                 await call.initial_metadata()
                 await context.send_initial_metadata(())
@@ -121,9 +126,27 @@ class FrontendServicer(generation_pb2_grpc.GenerationServiceServicer):
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
+                if self.draining:
+                    raise DrainingError from None
                 # The channel was closed, since the session over it has ended.
                 raise SessionCallError(grpc.StatusCode.UNAVAILABLE, "this front end has lost its scheduler") from None
             finally:
+                self._event_calls.discard(call)
+                call.cancel()
+
+    @property
+    def draining(self) -> bool:
+        """No request is taken any more; when the last one is over the streams of page events are ended."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        self._end_events_if_due()
+
+    def _end_events_if_due(self) -> None:
+        if self._draining and not self.num_live:
+            for call in list(self._event_calls):
                 call.cancel()
 
     async def _pass_on(self, context: Context, method: str, request: Message, kind: Callable[[], _M]) -> _M:

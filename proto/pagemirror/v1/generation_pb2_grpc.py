@@ -195,7 +195,7 @@ class GenerationServiceServicer(object):
         OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
         DATA_LOSS           batches that were not read yet are not kept any more
         RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
-        UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+        UNAVAILABLE         the server is draining and has no more events, or a front end has lost its scheduler
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,7 +102,7 @@ class GenerationServiceStub:
       OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
       DATA_LOSS           batches that were not read yet are not kept any more
       RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
-      UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+      UNAVAILABLE         the server is draining and has no more events, or a front end has lost its scheduler
     """
 
 @_typing.type_check_only
@@ -179,7 +179,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
       OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
       DATA_LOSS           batches that were not read yet are not kept any more
       RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
-      UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+      UNAVAILABLE         the server is draining and has no more events, or a front end has lost its scheduler
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -307,7 +307,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
           OUT_OF_RANGE        what came after `after` is not all kept any more, or is of another process
           DATA_LOSS           batches that were not read yet are not kept any more
           RESOURCE_EXHAUSTED  page events have as many readers as they may, or a batch waited longer to be read than it may
-          UNAVAILABLE         the scheduler is draining and has no more events, or a front end has lost its scheduler
+          UNAVAILABLE         the server is draining and has no more events, or a front end has lost its scheduler
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -18,7 +18,10 @@ from pagemirror.v1 import generation_pb2
 from scheduler_service import frontend_worker, page_event_log
 from scheduler_service.client import Client, RpcFailedError
 from scheduler_service.errors import LinkBrokenError
+from scheduler_service.frontend_link import SchedulerLink
+from scheduler_service.frontend_servicer import FrontendServicer
 from scheduler_service.frontend_settings import load_frontend_settings
+from scheduler_service.public_server import HealthBoard, PublicServer
 
 StackOf = Callable[..., AbstractAsyncContextManager[Any]]
 Code = grpc.StatusCode
@@ -206,3 +209,31 @@ async def test_front_end_that_loses_its_scheduler_ends_the_stream(stack_of: Stac
         await anext(batches)
         await stack.engine.drain(0.0)
         assert (await stack.refused(anext(batches))).code is Code.UNAVAILABLE
+
+
+async def test_front_end_that_drains_ends_its_streams(stack_of: StackOf) -> None:
+    """They go on while a request runs, and end with UNAVAILABLE when the last one is over; the scheduler notices."""
+    async with stack_of() as stack:
+        settings = load_frontend_settings(scheduler=stack.client.target, listen="127.0.0.1:0")
+        link = SchedulerLink(settings.scheduler, settings.security(), max_unread=1000)
+        servicer = FrontendServicer(link)
+        front = PublicServer(settings, stack.engine.metrics, HealthBoard())
+        front.add_servicer(servicer)
+        running = asyncio.create_task(link.run())
+        await link.tried.wait()
+        await front.server.start()
+        async with Client(front.address) as client:
+            batches, pieces = client.page_events(), client.generate([1, 2, 3, 4, 5], max_tokens=60)
+            await anext(batches)
+            await stack.first_token(pieces)
+            servicer.draining = True
+            await stack.client.reset_prefix_cache(force=True)
+            assert (await anext(batches)).events
+            await stack.rest_of(pieces)
+            with pytest.raises(RpcFailedError) as caught:
+                _ = [batch async for batch in batches]
+            assert caught.value.code is Code.UNAVAILABLE
+        await stack.until(lambda: not stack.engine.page_events._followers)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await front.server.stop(0)
