@@ -42,13 +42,10 @@ class SchedulerLink:
         self._on_connected, self._on_model = on_connected, on_model
         self._reason = "no session was opened yet"
         self._current: tuple[Client, Session] | None = None
+        self.serving = False
+        """There is a session with a scheduler whose health is SERVING."""
         self.tried = asyncio.Event()
         """The first attempt is over, whatever came of it."""
-
-    @property
-    def connected(self) -> bool:
-        """There is an open session."""
-        return self._current is not None and self._current[1].broken is None
 
     @property
     def session(self) -> Session:
@@ -61,7 +58,7 @@ class SchedulerLink:
         return self._open()[0]
 
     def _open(self) -> tuple[Client, Session]:
-        if self._current is None or not self.connected:
+        if self._current is None or self._current[1].broken is not None:
             details = f"this front end has no scheduler now, it keeps trying; last trouble: {self._reason}"
             raise SessionCallError(grpc.StatusCode.UNAVAILABLE, details)
         return self._current
@@ -84,14 +81,18 @@ class SchedulerLink:
                 await client.close()
             self._reason = str(session.broken)
             log.warning("session_lost", scheduler=self._target, reason=self._reason)
-            self._on_connected(False)
+            self._tell(False)
 
     async def _follow_health(self, client: Client) -> None:
         """Tell which model is served, and what the scheduler's health service says, as long as there is a session."""
         with contextlib.suppress(RpcFailedError):
             self._on_model((await client.info()).model)
         async for serving in client.watch_health():
-            self._on_connected(serving)
+            self._tell(serving)
+
+    def _tell(self, serving: bool) -> None:
+        self.serving = serving
+        self._on_connected(serving)
 
     async def _connect(self) -> tuple[Client, Session]:
         pause = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + tenacity.wait_random(

@@ -62,7 +62,7 @@ class LinkedEngine(GatewayEngine):
     @property
     @override
     def connected(self) -> bool:
-        return self._link.connected and not self.draining
+        return self._link.serving and not self.draining
 
     @override
     async def info(self) -> EngineInfo:

@@ -39,12 +39,14 @@ async def both_services(load: Callable[[], Any], *, limit_s: float, **settings: 
 
         given = SchedulerSettings(runtime=address, listen="127.0.0.1:0", **({"heartbeat_timeout": 30.0} | settings))
         engine = EngineLoop(given)
-        front = PublicServer(given, engine.metrics, HealthBoard())
+        board = HealthBoard()
+        front = PublicServer(given, engine.metrics, board)
         front.add(engine)
         async with asyncio.timeout(limit_s):
             await engine.start()
         stack.push_async_callback(engine.stop)
         await front.server.start()
+        board.show(True)
         stack.push_async_callback(front.server.stop, 0)
         client = await stack.enter_async_context(Client(front.address))
         async with asyncio.timeout(limit_s):

@@ -171,6 +171,8 @@ async def gateway_of(
     )
     create = lambda _: (executor, Capacity(num_pages=num_pages, max_pages_per_row=32))  # noqa: E731
     values = {"check": True, "chunk_size": 8, "token_budget": 32} | settings
+    if through == "front end":
+        values.pop("max_streams", None)  # is its own; the session and what is passed on are calls of the scheduler's
     load = functools.partial(runtime_app.load, runtime_settings, create)
     async with both_services(load, limit_s=LIMIT_S, **values) as (engine, client, _):
         behind = linked(client.target) if through == "front end" else contextlib.nullcontext()
@@ -186,7 +188,8 @@ async def linked(target: str) -> AsyncIterator[SchedulerLink]:
     task = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(LIMIT_S):
-            await link.tried.wait()
+            while not link.serving:
+                await asyncio.sleep(0.005)
         yield link
     finally:
         task.cancel()
