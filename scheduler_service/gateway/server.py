@@ -56,6 +56,7 @@ class GatewayServer:
                 f"--gateway-listen needs packages that are not here: pip install 'pagemirror[gateway]' ({error})"
             ) from error
         self._kind = Servicer
+        self._serves_events = settings.page_events is not False
         self._files = TokenizerFiles(settings.gateway_tokenizer)
         self.service_name = Servicer.service_name
         board.add(self.service_name)
@@ -86,4 +87,4 @@ class GatewayServer:
 
     def add(self, engine: GatewayEngine) -> None:
         """Serve this engine; before `start`."""
-        self._kind(engine, self._files).register(self.server)
+        self._kind(engine, self._files, serves_events=self._serves_events).register(self.server)

@@ -33,10 +33,11 @@ MAX_FLUSH_WAIT_S = 600.0
 class GatewayServicer:
     """Serves one engine. Methods are coroutines of grpc.aio."""
 
-    def __init__(self, engine: GatewayEngine, files: TokenizerFiles) -> None:
+    def __init__(self, engine: GatewayEngine, files: TokenizerFiles, *, serves_events: bool = True) -> None:
         self.engine = engine
         self.files = files
         self.calls = Calls(engine)
+        self._serves_events = serves_events
         self.started_at = time.time()
         self._facts: ModelFacts | None = None
 
@@ -95,6 +96,8 @@ class GatewayServicer:
 
     async def SubscribeKvEvents(self, request: Any, context: Context) -> None:
         """Events of cached pages, for as long as the gateway listens."""
+        if not self._serves_events:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "page events are not served here (--no-page-events)")
         # At once: a gateway that sees nothing of an answer subscribes again and again.
         await context.send_initial_metadata(())
         async with (

@@ -124,6 +124,13 @@ async def test_events_begin_with_metadata(gateway: GatewayOf) -> None:
         call.cancel()
 
 
+async def test_events_can_be_switched_off(gateway: GatewayOf) -> None:
+    """A subscriber is told that there are none before anything else, so that it asks no more."""
+    async with gateway(page_events=False) as served:
+        call = served.stub.SubscribeKvEvents(served.api.common.SubscribeKvEventsRequest())
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_what_is_not_served_is_said_to_be_unimplemented(gateway: GatewayOf) -> None:
     """Profiles, and vLLM's embeddings."""
     async with gateway() as served:
@@ -151,10 +158,10 @@ async def test_bytes_that_are_no_message_are_refused(gateway: GatewayOf) -> None
 
 async def test_full_port_still_takes_aborts(gateway: GatewayOf) -> None:
     """Requests have a limit of their own, --max-streams; what ends them has another."""
-    async with gateway(max_streams=1) as served:
-        call = served.stub.Generate(served.api.request([1, 2], None, request_id="only", stream=True))
-        await call.read()
+    async with gateway(max_streams=3) as served:
+        calls = [served.stub.Generate(served.api.request([1, n], None, request_id=f"r{n}", stream=True)) for n in range(3)]
+        await asyncio.gather(*(call.read() for call in calls))
         code, details = await served.refused(served.api.request([1]))
         assert (code, "--max-streams" in details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
-        await served.stub.Abort(served.api.abort("only"))
+        await asyncio.gather(*(served.stub.Abort(served.api.abort(f"r{n}")) for n in range(3)))
         await served.until(lambda: not served.engine.core.requests)
