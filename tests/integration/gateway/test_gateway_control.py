@@ -159,6 +159,7 @@ async def test_bytes_that_are_no_message_are_refused(gateway: GatewayOf) -> None
 async def test_full_port_still_takes_aborts(gateway: GatewayOf) -> None:
     """Requests have a limit of their own, --max-streams; what ends them has another."""
     async with gateway(max_streams=3) as served:
+        await served.run([1], 1)  # a front end has asked the scheduler all that it needs to know
         calls = [served.stub.Generate(served.api.request([1, n], None, request_id=f"r{n}", stream=True)) for n in range(3)]
         await asyncio.gather(*(call.read() for call in calls))
         code, details = await served.refused(served.api.request([1]))
