@@ -45,7 +45,7 @@ app = typer.Typer(
 app.command(
     epilog=examples(
         "pagemirror up --model fingerprint --port 50051",
-        "pagemirror up --model models/smollm2-135m-instruct --kv-cache-gib 2",
+        "pagemirror up --model models/smollm2-135m-instruct --http 8080",
         "pagemirror up --model tiny --num-pages 64 --refresh-policy diff --check",
         "pagemirror up --model tiny --host 0.0.0.0 --tls-cert llm.pem --tls-key llm.key --token-file tokens",
     )
