@@ -34,6 +34,7 @@ class Frontend:
         self._workers: dict[int, asyncio.subprocess.Process] = {}
         self._serving: set[int] = set()
         self._announced = False
+        self._places: dict[str, str] = {}  # where the first to serve does; whoever is started later has the same ports
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -100,7 +101,7 @@ class Frontend:
         if self._stopping.is_set():
             terminate(process)
         assert process.stdin is not None
-        process.stdin.write(settings.of_worker(n).model_dump_json().encode())
+        process.stdin.write(settings.of_worker(n).model_copy(update=self._places).model_dump_json().encode())
         process.stdin.close()
         reader = asyncio.create_task(self._read_address(n, process, policy))
         try:
@@ -118,6 +119,7 @@ class Frontend:
 
     def _note_serving(self, n: int, address: str, gateway: str = "") -> None:
         self._serving.add(n)
+        self._places = {"listen": address} | ({"gateway_listen": gateway} if gateway else {})
         if len(self._serving) == self._settings.workers and not self._announced:
             self._announced = True
             also = f"; {self._settings.api} on {gateway}" if gateway else ""

@@ -154,8 +154,8 @@ def with_tokens(child_env: dict[str, str], tmp_path: Path) -> Iterator[Up]:
 
 
 def test_tokens_are_api_keys_and_a_killed_up_leaves_nothing(with_tokens: Up) -> None:
-    """Each line of --token-file is an API key, nothing else is, and no key is on a command line; when `up` is killed, all that
-    it started ends.
+    """Each line of --token-file is an API key, nothing else is, and no key is on a command line. A killed worker of the front
+    end comes back where the gateway looks for it. When `up` is killed, all that it started ends.
     """
     up = with_tokens
     for key in ("first-token-of-a-file", "second-token-of-it"):
@@ -168,6 +168,12 @@ def test_tokens_are_api_keys_and_a_killed_up_leaves_nothing(with_tokens: Up) -> 
     assert set(children) == {"scheduler", "runtime", "frontend", "worker", "gateway"}
     for pid in children.values():
         assert b"-token-of-" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    with openai.OpenAI(base_url=up.http, api_key="first-token-of-a-file", max_retries=0) as client:
+        text = short(client)
+        os.kill(children["worker"], signal.SIGKILL)
+        until(lambda: _text_or_none(client) == text)
+    assert up.children()["gateway"] == children["gateway"]
+    children = up.children()
     up.process.kill()
     until(lambda: not any(is_running(pid) for pid in children.values()))
     host, port = up.http.removeprefix("http://").removesuffix("/v1").split(":")
