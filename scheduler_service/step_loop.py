@@ -180,6 +180,8 @@ class StepLoop:
                 return str(error)
             self.metrics.tally.answered(answer.outcome, answer.seconds, began, perf_counter() - began)
             self._note_step()
+            if answers:
+                self._publish()  # requests that have ended are not counted in the next result
         return ""
 
     def _break(self) -> str:

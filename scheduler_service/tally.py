@@ -112,6 +112,7 @@ class Tally:
         """The request was accepted."""
         self.requests += 1
         self.prompt_tokens += request.prompt_len
+        self._settle_run()  # which may have had rows of requests whose slots are given anew
         while self._over and self._over[0][0] <= self._num_answered:
             self._free.append(self._over.popleft()[1])
         if not self._free:
@@ -255,7 +256,7 @@ class Tally:
                     self.first_token.values.append(now - self._arrived_at[slot])
                     self.prefilled_tokens += self._prompt_lens[slot]
         self.between_tokens.arrays.append((now, last))
-        if rows.is_steady and slots is rows.slots:
+        if rows.is_steady and slots is rows.slots and not has_ended:
             self._run, self._run_at = rows, now
 
     def delivered(self, num_tokens: int, deliver_s: float) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pagemirror.histograms import BulkHistogram
 from scheduler_driver import PlainRuntime
@@ -27,6 +30,7 @@ class Bench:
         self.tally._clock = lambda: self.now  # type: ignore[method-assign]
         self.now = 0.0
         self.results: list[StepResult] = []
+        self.token_times: dict[str, list[float]] = {}
 
     def submit(self, name: str, length: int, max_tokens: int, **options: Any) -> None:
         self.tally.begin(self.core.submit(name, list(range(length)), max_tokens=max_tokens, **options))
@@ -48,6 +52,8 @@ class Bench:
 
     def publish(self) -> None:
         outputs = self.core.take_outputs()
+        for request in outputs.requests:
+            self.token_times.setdefault(request.request_id, []).append(self.now)
         self.tally.delivered(len(outputs.tokens), 0.0)
         for request in outputs.finished:
             self.tally.end(request)
@@ -136,6 +142,39 @@ def test_a_new_session_forgets_what_was_in_flight() -> None:
     bench.step(2)
     assert bench.read("first_token") == (1, 1.0)
     assert bench.read("between_tokens") == (3, 1.0 + 11.0 + 1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_times_are_those_of_the_tokens_one_by_one(seed: int) -> None:
+    """Whatever comes, goes, is aborted or loses its row: counts and sums are those of a list of every token's time."""
+    draw = random.Random(seed)
+    depth = seed % 3
+    bench = Bench(overlap_depth=depth, num_pages=24, chunk_size=6)
+    submitted: dict[str, float] = {}
+    for n in range(300):
+        bench.now += draw.choice((0.0, 0.5, 1.0))
+        what, live = draw.random(), list(bench.core.requests.values())
+        if what < 0.25 and len(live) < 12:
+            submitted[f"r{n}"] = bench.now
+            bench.submit(f"r{n}", draw.randint(1, 20), draw.randint(1, 30), stop_ids=draw.sample(range(997), 40))
+        elif what < 0.3 and live:
+            bench.core.abort(draw.choice(live).request_id)
+            bench.publish()
+        elif what < 0.35 and (holders := [request for request in live if request.state.holds_row]):
+            bench.core.retract(draw.choice(holders).request_id)
+        elif len(bench.results) <= depth and (op := bench.core.plan()) is not None:
+            bench.tally.sent(op, 1, 0.0, 0.0)
+            bench.results.append(bench.runtime.run(op))
+            bench.publish()  # of requests that planning has ended
+        elif bench.results:
+            bench.answer()
+    times = bench.token_times
+    firsts = [values[0] - submitted[name] for name, values in times.items()]
+    gaps = [later - before for values in times.values() for before, later in pairwise(values)]
+    assert len(firsts) > 20
+    assert bench.read("first_token") == (len(firsts), sum(firsts))
+    assert bench.read("between_tokens") == (len(gaps), sum(gaps))
+    assert bench.tally.tokens == len(firsts) + len(gaps)
 
 
 def test_rows_are_counted_by_cause_and_kind() -> None:
