@@ -205,7 +205,7 @@ def rows(
     )
 )
 def simulate(
-    files: Annotated[list[Path], typer.Argument(help="Scenario files.", metavar="FILE...")],
+    files: Annotated[list[str], typer.Argument(help="Scenario files.", metavar="FILE...")],
     refresh_policy: Annotated[AnyPolicy | None, typer.Option(help="In place of the files' own.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -21,10 +21,11 @@ from scheduler_service.simulation_report import StepLine, Summary, as_json
 EXIT_OK, EXIT_VIOLATED, EXIT_BAD_FILE = 0, 1, 2
 
 
-def main(files: Sequence[Path], refresh_policy: str | None = None, json_output: bool = False) -> int:
+def main(files: Sequence[str | Path], refresh_policy: str | None = None, json_output: bool = False) -> int:
     """Run each file; returns the exit status: 0 no invariant violated, 1 some was, 2 a file that cannot be run.
 
-    All files are read before the first one runs, so a bad one costs no half-printed output.
+    All files are read before the first one runs, so a bad one costs no half-printed output. `files` are named in messages and
+    output as they are given here: a Path has lost a leading `./`, a str has not.
     """
     scenarios: list[Scenario] = []
     bad = False
@@ -46,14 +47,29 @@ def main(files: Sequence[Path], refresh_policy: str | None = None, json_output: 
         return EXIT_BAD_FILE
     try:
         violated = [_run_json(scenario) if json_output else _run_tables(scenario) for scenario in scenarios]
-    except RuntimeMissingError as error:
+    except (RuntimeMissingError, ScenarioError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_FILE
     return EXIT_VIOLATED if any(violated) else EXIT_OK
 
 
+def _start(scenario: Scenario) -> Simulation:
+    """Raises ScenarioError: this machine has not the memory for rows and pages of that size."""
+    try:
+        return Simulation(scenario)
+    except (MemoryError, RuntimeError) as error:  # the second is torch's word for it
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        sizes = scenario.config
+        problem = (
+            f"no memory for {sizes.num_pages} pages of {sizes.page_size} tokens and {sizes.max_rows} rows of "
+            f"{sizes.max_pages_per_row} pages: {str(error).splitlines()[0] if str(error) else 'MemoryError'}"
+        )
+        raise ScenarioError(scenario.path, None, "num_pages, page_size, max_rows, max_pages_per_row", problem) from error
+
+
 def _run_json(scenario: Scenario) -> bool:
-    simulation = Simulation(scenario)
+    simulation = _start(scenario)
     while (line := simulation.step()) is not None:
         print(json.dumps(as_json(line, scenario.path)))
     print(json.dumps({"file": scenario.path, "summary": asdict(simulation.summary)}), flush=True)
@@ -61,7 +77,7 @@ def _run_json(scenario: Scenario) -> bool:
 
 
 def _run_tables(scenario: Scenario) -> bool:
-    simulation = Simulation(scenario)
+    simulation = _start(scenario)
     console = make_console()
     config = scenario.config
     console.print(

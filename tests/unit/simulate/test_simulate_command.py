@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_service import simulation
+from scheduler_service.cli import app
 from scheduler_service.scenario import parse_scenario
 from scheduler_service.simulate import main
 from scheduler_service.simulation import Simulation
@@ -36,6 +37,29 @@ def test_several_files_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixtur
         (names[1], False),
         (names[1], True),
     ]
+
+
+def test_a_file_is_named_as_it_was_given(
+    worked_example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the command line and in the output a path reads the same, also one that could be written shorter."""
+    monkeypatch.chdir(tmp_path)
+    Path("case.yaml").write_text(worked_example, encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        app(["simulate", "--json", ".//case.yaml"])
+    assert caught.value.code == 0
+    assert {json.loads(line)["file"] for line in capsys.readouterr().out.splitlines()} == {".//case.yaml"}
+
+
+def test_a_file_that_no_memory_holds_is_a_bad_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The status is that of a file that cannot be run, not of a violation, and the message says what was asked for."""
+    path = tmp_path / "wide.yaml"
+    path.write_text("max_rows: 1000000\nmax_pages_per_row: 2147483647\nevents: []\n", encoding="utf-8")
+    assert main([path], json_output=True) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{path}: num_pages, page_size, max_rows, max_pages_per_row: no memory for 16 pages" in captured.err
+    assert "1000000 rows of 2147483647 pages" in captured.err
 
 
 def test_any_bad_file_keeps_all_from_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
