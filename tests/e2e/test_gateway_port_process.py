@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from scheduler_service.client import Client
@@ -27,6 +28,12 @@ def request(max_tokens: int) -> vllm_engine_pb2.GenerateRequest:
         sampling_params=vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=max_tokens),
         stream=True,
     )
+
+
+async def read_all(call: Any) -> None:
+    """A stream to its end, whose status comes behind what is unread."""
+    async for _ in call:
+        pass
 
 
 async def test_gateway_port_of_a_scheduler_process(
@@ -58,4 +65,6 @@ async def test_gateway_port_of_a_scheduler_process(
         answers = [message async for message in running]
         assert list(answers[-1].complete.output_ids) == continuation([1, 2, 3], 500)
         assert await served.end() == 0, served.errors.read_text()
-        assert await listening.code() is not grpc.StatusCode.OK
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(listening)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
