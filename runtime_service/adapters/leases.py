@@ -44,6 +44,8 @@ class RowPlan:
     sample: bool = True
     full_refresh: bool | None = None
     """None: the producer has no such bit."""
+    begins_lease: bool = False
+    """The producer says so; also without it, a request that is not where it was left begins one."""
 
 
 class RowColumns(NamedTuple):
@@ -97,36 +99,45 @@ class Leases:
         row = self._row_of.get(request_id)
         return None if row is None else self._leases[row].end
 
-    def plan(self, rows: Sequence[RowPlan], over: Iterable[str] = ()) -> tuple[list[RowColumns], list[int]]:
-        """Columns of these rows, and the rows to release before them: of the requests that are `over`, and of those that
-        `release` was told of. Raises Refusal, and nothing has changed then.
-        """
+    def plan(self, rows: Sequence[RowPlan], over: Iterable[str] = ()) -> list[RowColumns]:
+        """Columns of these rows, once the requests that are `over` have lost theirs. Changes nothing. Raises Refusal."""
         columns = []
         seen: set[int] = set()
-        moved = [held for plan in rows if (held := self._row_of.get(plan.request_id)) is not None and held != plan.row]
+        names: set[str] = set()
+        ended = frozenset(over)
         for plan in rows:
-            if plan.row in seen:
-                raise _refusal(RefusalCode.ROW_REPEATED, plan, "the plan names this row twice")
             if not 1 <= plan.row <= self.max_rows:
                 raise _refusal(RefusalCode.ROW_OUT_OF_RANGE, plan, f"row numbers are in [1, {self.max_rows}]")
+            if plan.row in seen:
+                raise _refusal(RefusalCode.ROW_REPEATED, plan, "the plan names this row twice")
+            if plan.request_id in names:
+                raise _refusal(RefusalCode.MALFORMED, plan, "the plan names this request twice")
+            if plan.input_len < 1 or (plan.num_computed or 0) < 0:
+                detail = f"it computes {plan.input_len} tokens from token {plan.num_computed} on"
+                raise _refusal(RefusalCode.LENGTH_MISMATCH, plan, detail)
             seen.add(plan.row)
-            columns.append(self._columns_of(plan))
-        if len({plan.request_id for plan in rows}) < len(rows):
-            raise Refusal(RefusalCode.MALFORMED, detail="the plan names a request twice")
+            names.add(plan.request_id)
+            columns.append(self._columns_of(plan, ended))
+        return columns
+
+    def commit(self, rows: Sequence[RowPlan], columns: Sequence[RowColumns], over: Iterable[str] = ()) -> list[int]:
+        """Take over what was planned: the mirror is told. Returns the rows to release before: of requests that are `over`, that
+        `release` was told of, or that go on in another row.
+        """
         for request_id in over:
             self.release(request_id)
-        for row in moved:
-            if row in self._leases and row not in seen:
-                self.release(self._leases[row].request_id)
-        released, self._released = self._released, []
+        for plan in rows:  # every row that is left before any is taken: they may change places
+            if (held := self._row_of.get(plan.request_id)) is not None and held != plan.row:
+                self.release(plan.request_id)
+        released, self._released = sorted(set(self._released)), []
         for plan, column in zip(rows, columns, strict=True):
             self._commit(plan, column)
-        return columns, sorted(set(released))
+        return released
 
-    def _columns_of(self, plan: RowPlan) -> RowColumns:
+    def _columns_of(self, plan: RowPlan, ended: frozenset[str]) -> RowColumns:
         lease = self._leases.get(plan.row)
         pages, row_len = plan.pages, len(plan.pages)
-        is_new = lease is None or lease.request_id != plan.request_id
+        is_new = plan.begins_lease or lease is None or lease.request_id != plan.request_id or plan.request_id in ended
         if lease is not None and not is_new and plan.num_computed is not None and plan.num_computed != lease.end:
             is_new = True  # it lost what it had computed and computes again
         if is_new:
@@ -138,6 +149,8 @@ class Leases:
             generation = self._generations[plan.row] + 1
             return RowColumns(plan.row, generation, row_len, 0, row_len, True, pages, num_computed, True)
         assert lease is not None
+        if plan.num_computed is None and not lease.sampled:
+            raise _refusal(RefusalCode.NEVER_SAMPLED, plan, "a decode step before its prompt is computed")
         known = lease.pages
         begin = min(len(known), row_len)
         same_head = row_len >= len(known) and bool((pages[:begin] == known).all())
@@ -153,8 +166,9 @@ class Leases:
             self._row_of.pop(before.request_id, None)
         sampled = plan.sample or (before is not None and not column.is_new and before.sampled)
         end = column.num_computed + plan.input_len
-        pages = plan.pages
-        if before is not None and not column.full_refresh:  # what the mirror holds, also where a producer's own bit is wrong
+        if before is None or column.full_refresh:
+            pages = plan.pages.copy()  # the producer may go on writing to its own array
+        else:  # what the mirror holds, also where a producer's own bit is wrong
             pages = np.concatenate((before.pages, column.pages))
         self._leases[plan.row] = _Lease(plan.request_id, column.generation, pages, end, sampled)
         self._row_of[plan.request_id] = plan.row

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime_service.adapters.leases import Leases, RowColumns, RowPlan
-from runtime_service.ops import GREEDY, ForwardOp, Int32Array, LeaseStart, SamplingParams
+from runtime_service.columns import ColumnTypeError, as_bool, as_int32
+from runtime_service.ops import GREEDY, BoolArray, ForwardOp, Int32Array, LeaseStart, SamplingParams
 
 SamplingOf = Callable[[str], SamplingParams]
 """Request id → how its tokens are chosen."""
@@ -53,12 +54,14 @@ class OpWriter:
     def write(self, rows: Sequence[PlannedRow], over: Iterable[str] = ()) -> ForwardOp:
         """The op of the next step; `rows` are extend rows first, requests that are `over` lose their rows before them.
 
-        Raises Refusal, and nothing has changed then.
+        Raises Refusal, and what `sampling` raises; nothing has changed then.
         """
-        columns, released = self.leases.plan([row.plan for row in rows], over)
-        self.last_step += 1
+        plans, over = [row.plan for row in rows], list(over)
+        columns = self.leases.plan(plans, over)
         input_ids = [row.input_ids for row in rows if row.input_ids is not None]
         starts = [self._start(row, column) for row, column in zip(rows, columns, strict=True) if column.is_new]
+        released = self.leases.commit(plans, columns, over)
+        self.last_step += 1
         return ForwardOp(
             session_no=self.session_no,
             step=self.last_step,
@@ -81,6 +84,24 @@ class OpWriter:
     def _start(self, row: PlannedRow, column: RowColumns) -> LeaseStart:
         request_id = row.plan.request_id
         return LeaseStart(column.row, request_id, self._sampling(request_id), prompt_len=row.prompt_len)
+
+
+def whole(column: str, values: object) -> Int32Array:
+    """A producer's column (list, tuple, array or tensor) as int32 [n]. Raises ColumnTypeError, ColumnValueError."""
+    if isinstance(values, (set, frozenset, dict, str, bytes)) or values is None:
+        raise ColumnTypeError(column, np.dtype(object), f"a sequence of whole numbers is needed, not {type(values).__name__}")
+    if callable(move := getattr(values, "cpu", None)):  # a tensor, of whatever device
+        values = move()
+    return as_int32(column, values)  # type: ignore[arg-type]
+
+
+def flags(column: str, values: object) -> BoolArray:
+    """Likewise a column of bools, which may be written as 0 and 1."""
+    if callable(move := getattr(values, "cpu", None)):
+        values = move()
+    array = np.asarray(values)
+    is_number = array.size and array.dtype.kind in "iu" and bool(((array == 0) | (array == 1)).all())
+    return as_bool(column, array.astype(np.bool_) if is_number else array)
 
 
 def _int32(values: Sequence[int]) -> Int32Array:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from runtime_service.columns import ColumnTypeError, ColumnValueError
 from runtime_service.errors import Refusal
 from runtime_service.ops import Int32Array, RefusalCode
 from runtime_service.page_update import Column, PageUpdate
@@ -47,7 +48,8 @@ class SglangRows:
         """`req_to_token[req_pool_index, where] = values`.
 
         Raises Refusal, and nothing has changed then: a row number out of range, a slice with a step, a write that leaves a gap
-        after the row's tokens, a slot that is not at its token's place in a page, a page of two kinds of tokens.
+        after the row's tokens, a slot that is not at its token's place in a page, a page of two kinds of tokens. Raises
+        ColumnTypeError and ColumnValueError for values that are no slots.
         """
         if isinstance(key, tuple):
             if values is not None:
@@ -55,8 +57,14 @@ class SglangRows:
             (index, place), values = key, where  # type: ignore[assignment]
         else:
             index, place = key, where  # type: ignore[assignment]
-        assert values is not None
-        slots = np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values, dtype=np.int64)
+        if values is None:
+            raise TypeError("write(index, slice, values) takes three arguments")
+        slots = np.atleast_1d(np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values))
+        if slots.ndim != 1:
+            raise ColumnValueError("values", slots.ndim, "one dimension")
+        if slots.size and slots.dtype.kind not in "iu":
+            raise ColumnTypeError("values", slots.dtype, "slots are whole numbers")
+        slots = slots.astype(np.int64)
         row, begin = self._row(index), self._begin(place, slots)
         num_tokens = self._num_tokens.get(row, 0)
         if begin > num_tokens:
@@ -71,6 +79,11 @@ class SglangRows:
         self._num_tokens.pop(row, None)
         if self._told.pop(row, None) is not None:
             self._released.add(row)
+
+    def reset(self) -> None:
+        """The mirror was emptied: the next update tells every row whole."""
+        self._told.clear()
+        self._released.clear()
 
     def pages(self, req_pool_index: int) -> Int32Array:
         """The row as written, int32 [row_len]."""

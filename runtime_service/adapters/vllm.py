@@ -18,14 +18,13 @@ before the step. Not done here, and refused: draft tokens (`scheduled_spec_decod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from runtime_service.adapters.errors import MissingAttributeError, UnsupportedPlanError, read
 from runtime_service.adapters.leases import RowPlan
-from runtime_service.adapters.ops import OpWriter, PlannedRow, SamplingOf, greedy
+from runtime_service.adapters.ops import OpWriter, PlannedRow, SamplingOf, greedy, whole
 from runtime_service.errors import Refusal
 from runtime_service.ops import ForwardOp, Int32Array, RefusalCode
 
@@ -39,12 +38,19 @@ class VllmOp(NamedTuple):
     request_ids: list[str]
 
 
-@dataclass(slots=True)
-class _Known:
+class _Known(NamedTuple):
     """What was said of one request."""
 
     tokens: Int32Array  # prompt, or prompt and output at the last resume: what extend rows compute
     pages: Int32Array
+
+
+class _Entry(NamedTuple):
+    """One request of an output."""
+
+    known: _Known
+    computed: int
+    is_new: bool  # or resumed: a lease begins
 
 
 class VllmAdapter:
@@ -89,42 +95,47 @@ class VllmAdapter:
             raise UnsupportedPlanError(PRODUCER, f"draft tokens for {min(drafts)!r} (scheduled_spec_decode_tokens)")
         over = set(read(output, "finished_req_ids", PRODUCER)) | set(getattr(output, "preempted_req_ids", None) or ())
         new = self._new_requests(output)
-        cached = self._cached_requests(output)
+        cached = self._cached_requests(output, over)
         named = [*new, *cached]
         if len(set(named)) < len(named):
             raise Refusal(RefusalCode.MALFORMED, detail="the output names a request twice")
         if unplanned := [request_id for request_id in named if scheduled.get(request_id, 0) < 1]:
             raise Refusal(RefusalCode.MALFORMED, detail=f"num_scheduled_tokens has no tokens for request {unplanned[0]!r}")
-        known = {request_id: entry for request_id, (entry, _) in (new | cached).items()}
-        computed = {request_id: num_computed for request_id, (_, num_computed) in (new | cached).items()}
+        entries = new | cached
         rows, free = self._rows_after(over, named)
-        planned = [self._planned(i, rows[i], known[i], computed[i], scheduled[i], i in new) for i in named]
+        planned = [self._planned(i, rows[i], entries[i], int(scheduled[i])) for i in named]
         planned.sort(key=lambda row: not row.is_extend)  # extend rows first, otherwise in vLLM's order
         op = self._writer.write(planned, over)
         for request_id in over:
             self._known.pop(request_id, None)
-        self._known.update(known)
+        self._known.update((request_id, entry.known) for request_id, entry in entries.items())
         self._rows, self._free = rows, free
         return VllmOp(op, [row.plan.request_id for row in planned])
 
-    def _new_requests(self, output: Any) -> dict[str, tuple[_Known, int]]:
-        """Per new request what is known of it, and its num_computed_tokens."""
+    def _new_requests(self, output: Any) -> dict[str, _Entry]:
+        """The requests that come with their prompts."""
         found = {}
         for request in read(output, "scheduled_new_reqs", PRODUCER):
             request_id: str = read(request, "req_id", PRODUCER)
             # Where a resumed request comes as a new one, its output so far belongs to what is computed again.
-            tokens = getattr(request, "prefill_token_ids", None) or read(request, "prompt_token_ids", PRODUCER)
-            if not tokens:
+            tokens = getattr(request, "prefill_token_ids", None)
+            if tokens is None or not len(tokens):
+                tokens = read(request, "prompt_token_ids", PRODUCER)
+            if tokens is None or not len(tokens):
                 raise UnsupportedPlanError(PRODUCER, f"request {request_id!r} has no prompt_token_ids")
-            known = _Known(_int32(tokens), self._blocks(request_id, read(request, "block_ids", PRODUCER)))
-            found[request_id] = (known, int(read(request, "num_computed_tokens", PRODUCER)))
+            pages = self._blocks(request_id, read(request, "block_ids", PRODUCER))
+            if request_id in found:
+                raise Refusal(RefusalCode.MALFORMED, request_id=request_id, detail="the output names a request twice")
+            known = _Known(whole("prompt_token_ids", tokens).copy(), pages)
+            found[request_id] = _Entry(known, int(read(request, "num_computed_tokens", PRODUCER)), is_new=True)
         return found
 
-    def _cached_requests(self, output: Any) -> dict[str, tuple[_Known, int]]:
-        """The same of the requests that were scheduled before."""
+    def _cached_requests(self, output: Any, over: set[str]) -> dict[str, _Entry]:
+        """The requests that were scheduled before."""
         cached = read(output, "scheduled_cached_reqs", PRODUCER)
         ids: Sequence[str] = read(cached, "req_ids", PRODUCER)
-        blocks, computed = read(cached, "new_block_ids", PRODUCER), read(cached, "num_computed_tokens", PRODUCER)
+        blocks = read(cached, "new_block_ids", PRODUCER)
+        computed = whole("num_computed_tokens", read(cached, "num_computed_tokens", PRODUCER)).tolist()
         if not len(ids) == len(blocks) == len(computed):
             detail = f"{len(ids)} req_ids, {len(blocks)} new_block_ids, {len(computed)} num_computed_tokens"
             raise Refusal(RefusalCode.MALFORMED, detail=f"scheduled_cached_reqs: {detail}")
@@ -132,27 +143,29 @@ class VllmAdapter:
         found = {}
         for i, request_id in enumerate(ids):
             new = self._blocks(request_id, blocks[i])
+            if request_id in found:
+                raise Refusal(RefusalCode.MALFORMED, request_id=request_id, detail="the output names a request twice")
             if request_id in resumed:
-                known = _Known(_int32(_all_tokens(cached, request_id, i)), new)
+                known = _Known(_all_tokens(cached, request_id, i), new)
             else:
-                before = self._known.get(request_id)
+                before = None if request_id in over else self._known.get(request_id)
                 if before is None:
                     detail = f"request {request_id!r} is cached and not resumed, but holds no row here"
                     raise Refusal(RefusalCode.LEASE_NOT_STARTED, request_id=request_id, detail=detail)
                 known = _Known(before.tokens, np.concatenate((before.pages, new)))
-            found[request_id] = (known, int(computed[i]))
+            found[request_id] = _Entry(known, computed[i], request_id in resumed)
         return found
 
     def _blocks(self, request_id: str, groups: Any) -> Int32Array:
         """Our group's blocks; None: no new ones."""
         if groups is None:
             return np.empty(0, dtype=np.int32)
-        if not len(groups) or isinstance(groups[0], int):  # before there were groups
-            return _int32(groups)
+        if not len(groups) or np.ndim(groups[0]) == 0:  # before there were groups
+            return whole("block_ids", groups).copy()
         if self._group >= len(groups):
             what = f"request {request_id!r} has blocks of {len(groups)} groups, none of them is group {self._group}"
             raise UnsupportedPlanError(PRODUCER, what)
-        return _int32(groups[self._group])
+        return whole("block_ids", groups[self._group]).copy()
 
     def _rows_after(self, over: set[str], named: Sequence[str]) -> tuple[dict[str, int], list[int]]:
         """Row numbers and the free ones, once those that are over have left and all of `named` have one."""
@@ -166,18 +179,22 @@ class VllmAdapter:
                 rows[request_id] = free.pop()
         return rows, free
 
-    def _planned(self, request_id: str, row: int, known: _Known, computed: int, count: int, is_new: bool) -> PlannedRow:
-        end, num_tokens = computed + count, len(known.tokens)
+    def _planned(self, request_id: str, row: int, entry: _Entry, count: int) -> PlannedRow:
+        (tokens, pages), computed, is_new = entry
+        end, num_tokens = computed + count, len(tokens)
         if computed >= num_tokens and not is_new:  # a token that the runtime has sampled
             if count != 1:
                 raise UnsupportedPlanError(PRODUCER, f"a decode step of {count} tokens for request {request_id!r}")
+            if (last := self._writer.leases.end_of(request_id)) != computed:
+                detail = f"request {request_id!r}: num_computed_tokens is {computed}, its last step ended at {last}"
+                raise Refusal(RefusalCode.NOT_CONTIGUOUS, row, request_id, detail)
             ids = None
         elif end > num_tokens:
             detail = f"request {request_id!r}: tokens [{computed}, {end}) of the {num_tokens} that are known"
             raise Refusal(RefusalCode.MALFORMED, request_id=request_id, detail=detail)
         else:
-            ids = known.tokens[computed:end]
-        plan = RowPlan(row, request_id, known.pages, computed, count, sample=end >= num_tokens)
+            ids = tokens[computed:end]
+        plan = RowPlan(row, request_id, pages, computed, count, sample=end >= num_tokens, begins_lease=is_new)
         return PlannedRow(plan, ids, num_tokens)
 
     def _forget(self, request_id: str) -> None:
@@ -191,16 +208,11 @@ def _resumed(cached: Any, ids: Sequence[str]) -> set[str]:
     return {request_id for request_id, bit in zip(ids, read(cached, "resumed_from_preemption", PRODUCER), strict=True) if bit}
 
 
-def _all_tokens(cached: Any, request_id: str, i: int) -> Sequence[int]:
-    tokens: Sequence[int] | None
+def _all_tokens(cached: Any, request_id: str, i: int) -> Int32Array:
     if (by_id := getattr(cached, "all_token_ids", None)) is not None:
         tokens = by_id.get(request_id)
     else:
         tokens = read(cached, "resumed_req_token_ids", PRODUCER)[i]
-    if not tokens:
+    if tokens is None or not len(tokens):
         raise MissingAttributeError(PRODUCER, f"all_token_ids[{request_id!r}]", cached)
-    return tokens
-
-
-def _int32(values: Sequence[int]) -> Int32Array:
-    return np.asarray(values, dtype=np.int32)
+    return whole("all_token_ids", tokens).copy()

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from runtime_service import PageFeed, Refusal, RefusalCode, ReqToPage, SglangRows, req_to_token
+from runtime_service import (
+    ColumnTypeError,
+    ColumnValueError,
+    PageFeed,
+    Refusal,
+    RefusalCode,
+    ReqToPage,
+    SglangRows,
+    req_to_token,
+)
 
 MAX_ROWS, WIDTH, NUM_PAGES = 4, 6, 40
 
@@ -105,6 +114,7 @@ BAD: dict[str, tuple[Any, list[int], RefusalCode, str]] = {
     "held page": ((0, slice(5, 9)), [37, 38, 39, 28], RefusalCode.PAGE_REPEATED, "page 7 would be in the row twice"),
     "row": ((4, slice(0, 1)), [4], RefusalCode.ROW_OUT_OF_RANGE, r"req_pool_index 4 is outside \[0, 3\]"),
     "count": ((0, slice(5, 8)), [37], RefusalCode.MALFORMED, "1 slots for slice"),
+    "beyond 32 bits": ((0, slice(5, 6)), [2**40 + 1], RefusalCode.MALFORMED, "token 5 would be on another page"),
     "step": ((0, slice(0, 4, 2)), [28, 29, 30, 31], RefusalCode.MALFORMED, "4 slots for slice"),
 }
 
@@ -122,3 +132,25 @@ def test_bad_write_changes_nothing(name: str) -> None:
     assert rows.pages(0).tolist() == [7, 9]
     rows.write((0, slice(5, 6)), [9 * 4 + 1])
     assert rows.take().num_rows == 0
+
+
+def test_values_that_are_no_slots_are_typed_errors() -> None:
+    """Fractions, tables and nothing at all are told apart, and nothing was written."""
+    rows = SglangRows(4, 4)
+    with pytest.raises(ColumnTypeError, match="values is float64: slots are whole numbers"):
+        rows.write(0, slice(0, 1), [4.5])
+    with pytest.raises(ColumnValueError, match="values: 2 is outside its limit: one dimension"):
+        rows.write(0, slice(0, 1), [[4]])
+    with pytest.raises(TypeError, match="takes three arguments"):
+        rows.write(0, slice(0, 1))
+    assert rows.take().num_rows == 0
+
+
+def test_reset_tells_every_row_whole_again() -> None:
+    """After the mirror was emptied, rows that nobody has written to since are in the next update."""
+    rows = SglangRows(4, 4)
+    rows.write(0, slice(0, 5), _slots([7, 9], 4, 0, 5))
+    rows.take()
+    rows.reset()
+    update = rows.take()
+    assert (update.full_refresh.tolist(), update.occupied_pages.tolist()) == ([True], [7, 9])

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime_service import (
+    ColumnTypeError,
+    ColumnValueError,
     ForwardOp,
     MissingAttributeError,
     PageFeed,
     Refusal,
     RefusalCode,
     ReqToPage,
+    SamplingParams,
     TokenSpeedAdapter,
     UnsupportedPlanError,
 )
@@ -61,7 +65,7 @@ def test_bit_of_the_producer_is_taken_as_it_is() -> None:
     adapter, batch = _begun(), _batch([("a", 1, [7, 9], 2)])
     batch.full_refresh = [True]
     assert _columns(adapter.forward_op(batch))[3:5] == ([True], [7, 9])
-    batch.full_refresh = [False]
+    batch.full_refresh = [0]
     assert _columns(adapter.forward_op(batch))[3:5] == ([False], [])
 
 
@@ -159,6 +163,37 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "first step": (_batch([("z", 3, [4], 0)]), Refusal, "row 3 of request 'z': its first step is a decode step"),
     "drafts": (_changed(_batch([("a", 1, [7, 9], 2)]), input_lengths=[3]), UnsupportedPlanError, "computes 3 tokens, not 1"),
+    "no tokens": (
+        _batch([("a", 1, [7, 9], 2)], extends={"a": (5, [], 6)}),
+        Refusal,
+        "row 1 of request 'a': it computes 0 tokens from token 5 on",
+    ),
+    "extends": (_changed(_batch([("a", 1, [7, 9], 2)]), num_extends=2), Refusal, "2 extend rows of 1"),
+    "fractions": (_changed(_batch([("a", 1, [7, 9], 2)]), begins=[2.5]), ColumnTypeError, "begins is float64"),
+    "page of a fraction": (
+        _changed(_batch([("a", 1, [7, 9], 2)]), occupied_pages=[[7.5, 9]]),
+        ColumnTypeError,
+        "occupied_pages is float64",
+    ),
+    "page beyond 32 bits": (
+        _changed(_batch([("a", 1, [7, 9], 2)]), occupied_pages=[np.array([7, 2**32 + 9])]),
+        ColumnTypeError,
+        "occupied_pages is int64: a value does not fit",
+    ),
+    "nothing": (_changed(_batch([("a", 1, [7, 9], 2)]), sizes=None), ColumnTypeError, "sizes is object: .* not NoneType"),
+    "a number": (_changed(_batch([("a", 1, [7, 9], 2)]), sizes=0), ColumnValueError, "sizes: 0 is outside its limit"),
+    "bits": (_changed(_batch([("a", 1, [7, 9], 2)]), full_refresh=[]), Refusal, "1 rows of occupied_pages, 0 of full_refresh"),
+    "bits of 2": (_changed(_batch([("a", 1, [7, 9], 2)]), full_refresh=[2]), ColumnTypeError, "full_refresh is int.*bool"),
+    "tables": (
+        _changed(_batch([("a", 1, [], 0)]), block_tables_arrays=lambda: [np.array([[7, 9]])]),
+        UnsupportedPlanError,
+        "gives list, not a table",
+    ),
+    "flat table": (
+        _changed(_batch([("a", 1, [], 0)]), block_tables_arrays=lambda: {"full": np.array([7, 9])}),
+        Refusal,
+        r"group 'full' has shape \(2,\)",
+    ),
     "padding": (
         _changed(_batch([("a", 1, [], 0)]), block_tables_arrays=lambda: {"full": np.array([[7, -1, 9]])}),
         Refusal,
@@ -201,3 +236,68 @@ def test_refusals_have_the_codes_of_the_wire() -> None:
         "row": RefusalCode.ROW_OUT_OF_RANGE,
         "row twice": RefusalCode.ROW_REPEATED,
     }
+
+
+def test_decode_step_before_the_prompt_is_computed_is_refused() -> None:
+    """Nothing was sampled that it could compute; the next chunk is taken as if nothing had come."""
+    adapter = TokenSpeedAdapter(4)
+    adapter.forward_op(_batch([("a", 1, [7], 0)], extends={"a": (0, [1, 2], 5)}))
+    with pytest.raises(Refusal, match="row 1 of request 'a': a decode step before its prompt is computed") as caught:
+        adapter.forward_op(_batch([("a", 1, [7], 1)]))
+    assert caught.value.code is RefusalCode.NEVER_SAMPLED
+    op = adapter.forward_op(_batch([("a", 1, [7, 9], 1)], extends={"a": (2, [3, 4, 5], 5)}))
+    assert (op.step, op.sample.tolist(), op.full_refresh.tolist()) == (2, [True], [False])
+
+
+def test_requests_that_change_places_keep_their_rows() -> None:
+    """Two requests in each other's rows in one op: both begin leases there, go on from there, and are released at their end."""
+    adapter = TokenSpeedAdapter(4)
+    both = {"a": (0, [1, 2], 2), "b": (0, [3, 4], 2)}
+    adapter.forward_op(_batch([("a", 1, [7], 0), ("b", 2, [9], 0)], extends=both))
+    moved = adapter.forward_op(_batch([("a", 2, [5], 0), ("b", 1, [6], 0)], extends=both))
+    assert (moved.row_generations.tolist(), moved.full_refresh.tolist()) == ([2, 2], [True, True])
+    op = adapter.forward_op(_batch([("a", 2, [5, 8], 1), ("b", 1, [6], 1)]))
+    assert _columns(op) == ([2, 2], [1, 1], [1, 0], [False, False], [8], [2, 2])
+    adapter.finish("a")
+    adapter.finish("b")
+    assert adapter.forward_op(_batch([])).released_rows.tolist() == [1, 2]
+
+
+def test_array_that_the_producer_goes_on_writing_to_is_not_kept() -> None:
+    """The head changes in the very array that was passed before: the change is seen."""
+    adapter, pages = TokenSpeedAdapter(4), np.array([7, 9], dtype=np.int32)
+    batch = _batch([("a", 1, [7, 9], 0)], extends={"a": (0, [1, 2, 3, 4, 5], 5)})
+    adapter.forward_op(_changed(batch, occupied_pages=[pages]))
+    pages[0] = 3
+    op = adapter.forward_op(_changed(_batch([("a", 1, [7, 9], 2)]), occupied_pages=[pages]))
+    assert (op.full_refresh.tolist(), op.occupied_pages.tolist()) == ([True], [3, 9])
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+@pytest.mark.parametrize("small", [np.uint8, np.int64])
+def test_columns_of_any_kind_mean_the_same(kind: Any, small: Any) -> None:
+    """Tuples, arrays and tensors, of methods or properties, of small or large integers: the op is that of lists."""
+    batch = _batch([("a", 1, [200, 100], 0)], extends={"a": (0, [1, 2, 3, 4, 5], 5)})
+    expected = TokenSpeedAdapter(4).forward_op(batch)
+    for name, column in list(vars(batch).items()):
+        if name in {"request_ids", "num_extends"}:
+            continue
+        values = [kind(row) for row in column] if name == "occupied_pages" else kind(np.array(column).astype(small).tolist())
+        setattr(batch, name, (lambda values=values: values) if name == "begins" else values)
+    batch.num_extends = np.int64(batch.num_extends())
+    op = TokenSpeedAdapter(4).forward_op(batch)
+    for name in ForwardOp.__dataclass_fields__:
+        mine, other = getattr(op, name), getattr(expected, name)
+        assert mine.tolist() == other.tolist() if isinstance(mine, np.ndarray) else mine == other, name
+
+
+def test_sampling_parameters_that_cannot_be_had_change_nothing() -> None:
+    """Whoever knows the parameters raises: the op can be made again, and is the first."""
+    known: dict[str, SamplingParams] = {}
+    adapter = TokenSpeedAdapter(4, sampling=known.__getitem__)
+    batch = _batch([("a", 1, [7, 9], 0)], extends={"a": (0, [1, 2, 3, 4, 5], 5)})
+    with pytest.raises(KeyError):
+        adapter.forward_op(batch)
+    known["a"] = SamplingParams(temperature=0.5)
+    op = adapter.forward_op(batch)
+    assert (op.step, op.row_generations.tolist(), op.lease_starts[0].sampling.temperature) == (1, [1], 0.5)

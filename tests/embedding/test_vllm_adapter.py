@@ -7,9 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from runtime_service import (
+    ColumnTypeError,
     MissingAttributeError,
     Refusal,
     RefusalCode,
@@ -154,6 +157,27 @@ BAD: dict[str, tuple[SchedulerOutput, type[Exception], str]] = {
         Refusal,
         "names a request twice",
     ),
+    "over and cached": (
+        replace(_next(), finished_req_ids={"a"}),
+        Refusal,
+        "'a' is cached and not resumed, but holds no",
+    ),
+    "new twice": (
+        SchedulerOutput([NewRequestData("b", [1], ([3],), 0)] * 2, CachedRequestData(), {"b": 1}),
+        Refusal,
+        "names a request twice",
+    ),
+    "cached twice": (
+        _next(req_ids=["a", "a"], new_block_ids=[None, None], num_computed_tokens=[5, 6]),
+        Refusal,
+        "names a request twice",
+    ),
+    "not where it was": (
+        _next(num_computed_tokens=[6]),
+        Refusal,
+        "request 'a': num_computed_tokens is 6, its last step ended at 5",
+    ),
+    "block of a fraction": (_next(new_block_ids=[([4.5],)]), ColumnTypeError, "block_ids is float64"),
     "drafts": (replace(_next(), scheduled_spec_decode_tokens={"a": [1]}), UnsupportedPlanError, "draft tokens for 'a'"),
     "two tokens": (replace(_next(), num_scheduled_tokens={"a": 2}), UnsupportedPlanError, "a decode step of 2 tokens"),
     "embeddings": (
@@ -177,6 +201,42 @@ def test_bad_output_changes_nothing(name: str) -> None:
     op, expected = adapter.forward_op(good).op, twin.forward_op(good).op
     assert op.step == expected.step == 2
     assert op.occupied_pages.tolist() == expected.occupied_pages.tolist() == [4]
+    assert adapter.pages("a").tolist() == [7, 9, 4]
+
+
+def _begun(adapter: VllmAdapter) -> VllmAdapter:
+    adapter.forward_op(_first())
+    return adapter
+
+
+def test_request_that_begins_where_another_of_its_name_ended() -> None:
+    """An id is over and comes again in one output, cached up to where the first one ended: a new lease all the same."""
+    again = NewRequestData("a", [1, 2, 3, 4, 5, 6], ([7, 9],), 5)
+    op = _begun(VllmAdapter(4)).forward_op(SchedulerOutput([again], CachedRequestData(), {"a": 1}, {}, {"a"})).op
+    assert (op.row_generations.tolist(), op.full_refresh.tolist(), op.occupied_pages.tolist()) == ([2], [True], [7, 9])
+    assert [(start.req_pool_index, start.prompt_len) for start in op.lease_starts] == [(1, 6)]
+    assert op.released_rows.tolist() == [1]
+
+
+def test_resume_at_the_place_of_the_preemption_is_a_new_lease() -> None:
+    """All that was computed was found in the prefix cache: the row is sent whole, under a new generation."""
+    resumed = _next(resumed_req_ids={"a"}, all_token_ids={"a": [1, 2, 3, 4, 5, 6]}, new_block_ids=[([7, 9],)])
+    op = _begun(VllmAdapter(4)).forward_op(resumed).op
+    assert (op.row_generations.tolist(), op.full_refresh.tolist(), op.num_extend_rows) == ([2], [True], 1)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_blocks_and_tokens_of_any_kind_mean_the_same(kind: Any) -> None:
+    """Lists, tuples, arrays or tensors of blocks, in groups or bare, and of tokens; what is done to them later is not seen."""
+    adapter, blocks = VllmAdapter(4), kind([7, 9])
+    first = adapter.forward_op(
+        SchedulerOutput([NewRequestData("a", kind([1, 2, 3, 4, 5]), (blocks,), 0)], CachedRequestData(), {"a": 5})
+    ).op
+    assert (first.occupied_pages.tolist(), first.input_ids.tolist()) == ([7, 9], [1, 2, 3, 4, 5])
+    if not isinstance(blocks, tuple):
+        blocks[0] = 3
+    tail = adapter.forward_op(_next(new_block_ids=[kind([4])], num_computed_tokens=kind([5]))).op
+    assert (tail.full_refresh.tolist(), tail.occupied_pages.tolist()) == ([False], [4])
     assert adapter.pages("a").tolist() == [7, 9, 4]
 
 
