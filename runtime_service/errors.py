@@ -11,7 +11,11 @@ A `Refusal` is also a value: it is what the runtime answers instead of a result.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 from runtime_service.ops import RefusalCode
+
+_Error = TypeVar("_Error", bound="RuntimeServiceError")
 
 MAX_DETAIL_BYTES = 1024
 """Longest `Refusal.detail` and longest message of a status, in bytes of UTF-8."""
@@ -26,7 +30,17 @@ def shorten(text: str, most: int = MAX_DETAIL_BYTES) -> str:
 
 
 class RuntimeServiceError(Exception):
-    """Base of everything the runtime raises on purpose."""
+    """Base of everything the runtime raises on purpose. Its errors can be copied, and pickled into another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default an exception is made again from its text, which is not what these are made of.
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[_Error], args: tuple[object, ...]) -> _Error:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
 
 
 class SettingsError(RuntimeServiceError):

@@ -64,6 +64,10 @@ class PageUpdate:
         return len(self.req_pool_indices)
 
 
+_COLUMNS = ("req_pool_indices", "row_lens", "begins", "sizes", "full_refresh", "occupied_pages", "released_rows")
+"""In the order of the constructor."""
+
+
 def _on_host(column: Column) -> npt.ArrayLike:
     return column.detach().cpu().numpy() if isinstance(column, torch.Tensor) else column
 
@@ -73,8 +77,10 @@ class PageFeed:
 
     Whatever is wrong with an update is a `Refusal` that names row, value and limit, and then nothing of it was applied: a tail
     update that overlaps the row or leaves a gap, a length or a page id out of range, a page or a row named twice. The code is
-    the one that `RuntimeService` would answer. An entry of 0 is a *hole*, a page that the producer no longer keeps (of a
-    sliding window, for instance); `allow_holes` says whether they may come.
+    the one that `RuntimeService` would answer. A column that cannot be read as what it must be is the error of `PageUpdate`. An
+    entry of 0 is a *hole*, a page that the producer no longer keeps (of a
+    sliding window, for instance); `allow_holes` says whether they may come. Nothing else may write to
+    the mirror.
     """
 
     def __init__(self, mirror: ReqToPage, *, allow_holes: bool = False) -> None:
@@ -84,7 +90,12 @@ class PageFeed:
         self._rows: dict[int, Int32Array] = {}
 
     def apply(self, update: PageColumns, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
-        """Check, then apply; returns per row whether it is wider than the mirror, bool [R]. Raises Refusal."""
+        """Check, then apply; returns per row whether it is wider than the mirror, bool [R].
+
+        `update` is anything with the attributes of a `PageUpdate`, a `ForwardOp` for instance. Raises Refusal.
+        """
+        if not isinstance(update, PageUpdate):
+            update = PageUpdate(*(getattr(update, name) for name in _COLUMNS))
         rows = self._check(update)
         wider = self.mirror.apply(update, request_ids=request_ids)
         for row in update.released_rows.tolist():
@@ -92,11 +103,16 @@ class PageFeed:
         self._rows.update(rows)
         return wider
 
+    def reset(self) -> None:
+        """Empty every row, of the mirror too."""
+        self.mirror.reset()
+        self._rows.clear()
+
     def row(self, row: int) -> Int32Array:
         """The whole row as it was given, int32 [row_len], also where the mirror is narrower."""
         return self._rows.get(row, np.empty(0, dtype=np.int32))
 
-    def _check(self, update: PageColumns) -> dict[int, Int32Array]:
+    def _check(self, update: PageUpdate) -> dict[int, Int32Array]:
         """The rows as they will be. Raises Refusal."""
         num_rows = len(update.req_pool_indices)
         for name in ("row_lens", "begins", "sizes", "full_refresh"):

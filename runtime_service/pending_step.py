@@ -9,8 +9,8 @@ import structlog
 
 from runtime_service.errors import Refusal
 from runtime_service.executors.base import PendingResult
+from runtime_service.op_digests import PendingDigests
 from runtime_service.ops import NO_TOKEN, BoolArray, ForwardOp, RowStatus, StepResult
-from runtime_service.row_digests import PendingDigests
 
 log = structlog.get_logger(__name__)
 

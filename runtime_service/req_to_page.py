@@ -72,6 +72,11 @@ class ReqToPage:
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
         self._staging = StagingRing(self.device, torch.int32, capacity, kept_on_host=False)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy: its two names for one memory stay that."""
+        self.__dict__.update(state)
+        self.host_table = self.table.numpy() if self.table.is_cpu else None
+
     def apply(self, op: PageColumns, *, request_ids: Mapping[int, str] | None = None) -> BoolArray:
         """Bring the mirror to the state after `op`; returns per row of the op whether it is wider than the mirror, bool [R].
 

@@ -1,7 +1,7 @@
 """One step, start to end, in the one order that lets a page be granted again at once.
 
 Check, mirror, batch, model, feedback, result: nothing that reads or writes rows, KV or last tokens runs outside of it. Where
-the op asks for digests of rows, they are computed between mirror and batch (`row_digests`).
+the op asks for digests of rows, they are computed between mirror and batch (`op_digests`).
 
 A step has two halves. `launch` checks the op and queues all its work on the compute stream, the feedback of its tokens to the
 next step included; `collect` waits for the tokens and makes the result, from what the op itself says of its rows. Several steps
@@ -29,10 +29,10 @@ from runtime_service.executors.base import ExecutionResult, ModelExecutor
 from runtime_service.forward_batch import ForwardBatch
 from runtime_service.next_step import NextStep, foresee
 from runtime_service.op_checks import Int64Array
+from runtime_service.op_digests import PendingDigests, RowDigests
 from runtime_service.ops import NO_TOKEN, ForwardOp, Int32Array, RefusalCode, StepResult
 from runtime_service.pending_step import PendingStep
 from runtime_service.req_to_page import ReqToPage
-from runtime_service.row_digests import PendingDigests, RowDigests
 from runtime_service.session import SessionState
 from runtime_service.staging import StagingRing
 

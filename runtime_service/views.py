@@ -23,6 +23,7 @@ from runtime_service.ops import UInt64Array
 from runtime_service.req_to_page import ReqToPage
 
 Rows = npt.ArrayLike | torch.Tensor
+_INT32_MAX = 2**31 - 1
 
 
 class PagedKv(NamedTuple):
@@ -33,9 +34,19 @@ class PagedKv(NamedTuple):
     kv_last_page_len: torch.Tensor  # [B], tokens in each row's last page, 1 ... page_size; 0 of an empty row
 
 
+def _whole(name: str, values: Rows) -> npt.NDArray[np.int64]:
+    """Whole numbers on the host, [B]. Raises TypeError for others, ValueError for another shape."""
+    array = np.asarray(values.detach().cpu() if isinstance(values, torch.Tensor) else values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, not shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
+    return array.astype(np.int64)
+
+
 def _numbers(mirror: ReqToPage, rows: Rows) -> npt.NDArray[np.int64]:
     """Row numbers on the host. Raises IndexError for one outside [0, max_rows]."""
-    numbers = np.asarray(rows.cpu() if isinstance(rows, torch.Tensor) else rows, dtype=np.int64)
+    numbers = _whole("rows", rows)
     if numbers.size and not (numbers.min() >= 0 and numbers.max() <= mirror.max_rows):
         raise IndexError(f"row numbers {numbers.tolist()} are not all within [0, {mirror.max_rows}]")
     return numbers
@@ -58,12 +69,12 @@ def block_table(mirror: ReqToPage, rows: Rows, max_pages: int | None = None) -> 
     return mirror.table[torch.from_numpy(numbers).to(mirror.device), :max_pages]
 
 
-def paged_kv(mirror: ReqToPage, rows: Rows, seq_lens: npt.ArrayLike) -> PagedKv:
+def paged_kv(mirror: ReqToPage, rows: Rows, seq_lens: Rows) -> PagedKv:
     """Pages that hold the first `seq_lens` [B] tokens of these rows, in compressed form.
 
     Raises IndexError for a row number outside [0, max_rows], ValueError where a row has fewer pages than its tokens need.
     """
-    numbers, lens = _numbers(mirror, rows), np.asarray(seq_lens, dtype=np.int64)
+    numbers, lens = _numbers(mirror, rows), _whole("seq_lens", seq_lens)
     if lens.shape != numbers.shape:
         raise ValueError(f"{lens.size} sequence lengths for {numbers.size} rows")
     page_size = mirror.page_size
@@ -84,16 +95,18 @@ def paged_kv(mirror: ReqToPage, rows: Rows, seq_lens: npt.ArrayLike) -> PagedKv:
     )
 
 
-def slot_mapping(mirror: ReqToPage, rows: Rows, begins: npt.ArrayLike, lens: npt.ArrayLike) -> torch.Tensor:
+def slot_mapping(mirror: ReqToPage, rows: Rows, begins: Rows, lens: Rows) -> torch.Tensor:
     """Slots (page · page_size + offset) of tokens `[begin, begin + len)` of each row, concatenated, int64 [T].
 
     A token past the row's pages gets a slot of the dummy page 0: what is written there is never read. Raises IndexError for a
     row number outside [0, max_rows].
     """
     numbers = _numbers(mirror, rows)
-    first, counts = np.asarray(begins, dtype=np.int64), np.asarray(lens, dtype=np.int64)
+    first, counts = _whole("begins", begins), _whole("lens", lens)
     if not first.shape == counts.shape == numbers.shape or (counts < 0).any() or (first < 0).any():
         raise ValueError("begins and lens must have one entry a row, none of them negative")
+    if len(first) and max(first.max(), counts.max()) > _INT32_MAX:
+        raise ValueError(f"begins and lens are at most {_INT32_MAX}, the last token position")
     starts = counts.cumsum() - counts
     positions = np.arange(counts.sum()) + np.repeat(first - starts, counts)
     pages, offsets = np.divmod(positions, mirror.page_size)
@@ -107,8 +120,11 @@ def slot_mapping(mirror: ReqToPage, rows: Rows, begins: npt.ArrayLike, lens: npt
 def req_to_token(mirror: ReqToPage, rows: Rows | None = None) -> torch.Tensor:
     """The token-level table, int32 [B, max_pages_per_row * page_size]: the slot of every token of these rows (None: of all).
 
-    With page_size 1 it is the mirror itself (see `block_table`). Tokens past a row's pages get slots of the dummy page.
+    With page_size 1 it is the mirror itself (see `block_table`). Tokens past a row's pages get slots of the dummy page. Raises
+    ValueError where the slots of the last page do not fit into int32.
     """
+    if (mirror.num_pages + 1) * mirror.page_size > _INT32_MAX + 1:
+        raise ValueError(f"slots of {mirror.num_pages} pages of {mirror.page_size} tokens do not fit into int32")
     width = mirror.max_pages_per_row
     table = mirror.table if rows is None else block_table(mirror, rows, width)
     if mirror.page_size == 1:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 import runtime_service
 
@@ -34,6 +39,36 @@ print(runtime_service.open_runner(settings).session.limits.num_pages)
 """
     done = _python(code)
     assert done.stdout == "8\n", done.stderr
+
+
+def test_every_name_is_its_own_whatever_was_imported_before() -> None:
+    """`import *` gives what each module has under that name, also where a module of the package was loaded in between."""
+    code = """
+import runtime_service.servicer, runtime_service.app
+from runtime_service import *
+import runtime_service, sys
+homes = {name: sys.modules["runtime_service." + home] for name, home in runtime_service._HOME_OF.items()}
+print([name for name, home in homes.items() if globals()[name] is not getattr(home, name)])
+"""
+    done = _python(code)
+    assert done.stdout == "[]\n", done.stderr
+
+
+ERRORS = (
+    runtime_service.Refusal(runtime_service.RefusalCode.GAP, 3, "a", "row 3", session_no=2, step=4),
+    runtime_service.MissingAttributeError("a plan", "rows", 1),
+    runtime_service.UnsupportedPlanError("a plan", "drafts"),
+    runtime_service.SettingsError(["one", "two"]),
+    runtime_service.ColumnTypeError("begins", np.dtype(np.float64), "int32 is needed"),
+    runtime_service.ColumnValueError("begins", 4, "[0, 3]"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_survive_a_process_boundary(error: Exception) -> None:
+    """Pickled or copied, an error has its kind, its text and its fields."""
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_names_are_documented_once(project_root: Path) -> None:

@@ -103,6 +103,34 @@ def test_wrong_arguments_name_value_and_limit(mirror: ReqToPage) -> None:
         paged_kv(mirror, [1, 3], [1])
     with pytest.raises(ValueError, match="one entry a row"):
         slot_mapping(mirror, [1], [0], [-1])
+    with pytest.raises(ValueError, match="at most 2147483647, the last token position"):
+        slot_mapping(mirror, [1], [2**63 - 2], [4])
+    with pytest.raises(ValueError, match=r"rows must have one dimension, not shape \(\)"):
+        block_table(mirror, 1)
+    with pytest.raises(TypeError, match="rows must be whole numbers, not float64"):
+        block_table(mirror, [1.5])
+    with pytest.raises(TypeError, match="seq_lens must be whole numbers, not float64"):
+        paged_kv(mirror, [1], [1.5])
+
+
+def test_no_rows_are_no_entries(mirror: ReqToPage) -> None:
+    """An empty batch has empty views of the right kinds."""
+    indptr, indices, last = paged_kv(mirror, [], [])
+    assert (indptr.tolist(), len(indices), len(last)) == ([0], 0, 0)
+    assert len(slot_mapping(mirror, [], [], [])) == len(row_digests(mirror, [])) == 0
+    assert req_to_token(mirror, []).shape == (0, 6 * mirror.page_size)
+
+
+def test_slots_beyond_32_bits_are_refused_where_they_do_not_fit() -> None:
+    """A pool of 2^32 slots: the 64-bit slots are right, the 32-bit table is refused; with half of them it is right."""
+    wide = ReqToPage(max_rows=1, max_pages_per_row=1, num_pages=2**24, page_size=256)
+    wide.apply(PageUpdate([1], [1], [0], [1], [True], [2**24]))
+    assert slot_mapping(wide, [1], [255], [1]).tolist() == [2**32 + 255]
+    with pytest.raises(ValueError, match="slots of 16777216 pages of 256 tokens do not fit into int32"):
+        req_to_token(wide)
+    half = ReqToPage(max_rows=1, max_pages_per_row=1, num_pages=2**23 - 1, page_size=256)
+    half.apply(PageUpdate([1], [1], [0], [1], [True], [2**23 - 1]))
+    assert int(req_to_token(half)[1].max()) == 2**31 - 1
 
 
 def test_views_agree_with_each_other_at_random() -> None:
