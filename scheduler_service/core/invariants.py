@@ -15,7 +15,7 @@ from scheduler_service.core.config import RefreshPolicy
 from scheduler_service.core.errors import InvariantViolation
 from scheduler_service.core.ops import ForwardOp
 from scheduler_service.core.page_pool import PageState
-from scheduler_service.core.radix_node import Node
+from scheduler_service.core.radix_node import Node, joined
 from scheduler_service.core.request import Request
 from scheduler_service.core.row_table import Phase
 from scheduler_service.core.scheduler import Scheduler
@@ -154,16 +154,18 @@ def _audit_leases(scheduler: Scheduler) -> Iterable[str]:
 def _audit_pages(scheduler: Scheduler) -> Iterable[str]:
     placement = scheduler.placement
     pool = placement.pool
-    free = pool.free_pages().tolist()
-    in_tree = [page for node in placement.cache.nodes() for page in node.pages.tolist()]
-    if len(set(free)) != len(free):
-        yield f"a page is free twice: {sorted(free)}"
-    if len(set(in_tree)) != len(in_tree):
-        yield f"a page is in the tree twice: {sorted(in_tree)}"
-    if sorted(free) != pool.pages_in(PageState.FREE).tolist():
+    # Sorted arrays and no sets, since a pool may have millions of pages.
+    free = np.sort(pool.free_pages())
+    in_tree = np.sort(joined([node.pages for node in placement.cache.nodes()]))
+    cached = pool.pages_in(PageState.CACHED)
+    if (free[1:] == free[:-1]).any():
+        yield f"a page is free twice: {free.tolist()}"
+    if (in_tree[1:] == in_tree[:-1]).any():
+        yield f"a page is in the tree twice: {in_tree.tolist()}"
+    if not np.array_equal(free, pool.pages_in(PageState.FREE)):
         yield "the free stack and the states of pages disagree"
-    if sorted(in_tree) != pool.pages_in(PageState.CACHED).tolist():
-        yield f"the tree holds {sorted(in_tree)}, the pool counts {pool.pages_in(PageState.CACHED).tolist()} as cached"
+    if not np.array_equal(in_tree, cached):
+        yield f"the tree holds {in_tree.tolist()}, the pool counts {cached.tolist()} as cached"
     private = len(pool.pages_in(PageState.PRIVATE))
     counted = (pool.num_free, pool.num_cached, pool.num_private, placement.cache.num_pages)
     if counted != (len(free), len(in_tree), private, len(in_tree)):
