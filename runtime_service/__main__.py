@@ -56,7 +56,7 @@ def runtime(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda. Default: auto.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of weights and KV: auto, float32 or bfloat16. auto is float32 on a CPU.")
+        str | None, typer.Option(help="Of weights and KV: auto, float32, bfloat16 or float16. auto is float32 on a CPU.")
     ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page, 1 to 256. Default: 16.")] = None,
     num_pages: Annotated[int | None, typer.Option(help="Pages of the KV cache. Default: from the memory settings.")] = None,

@@ -44,7 +44,7 @@ class RuntimeSettings(BaseSettings):
     model: Annotated[str, Field(min_length=1)] = "fingerprint"
     """`fingerprint`, `tiny`, or the path of a Hugging Face directory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: Annotated[int, Field(ge=1, le=256)] = 16
     """Tokens in a page."""
     num_pages: Annotated[int, Field(ge=1, lt=MAX_INT32)] | None = None

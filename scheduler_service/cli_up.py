@@ -76,7 +76,9 @@ def up(
     gateway_tokenizer: GatewayTokenizer = None,
     workers: Workers = 0,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.  [default: auto]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.  [default: float32 on CPU, else the model's]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: float32 on CPU, else the model's]")
+    ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens in a KV page.  [default: 16]")] = None,
     num_pages: Annotated[int | None, typer.Option(help="Pages in the pool.  [default: as many as fit]")] = None,
     max_rows: Annotated[int | None, typer.Option(help="Requests that can run at once.  [default: 256]")] = None,

@@ -15,7 +15,7 @@ from runtime_service.models.config import ModelConfig
 from runtime_service.models.weights import weights_nbytes
 from runtime_service.settings import RuntimeSettings
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_DEFAULT_PAGES = 1 << 20
 """Most pages that are taken without being asked for: a tiny model on a large GPU would otherwise get hundreds of millions."""
 MAX_KERNEL_HEAD_DIM = 256
@@ -101,12 +101,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that a setting means for this checkpoint. Raises SettingError for one that nothing computes in."""
+    """The dtype that a setting means for this checkpoint."""
     if name == "auto":
-        # On a CPU bfloat16 is slow and its rounding hides mistakes; float32 whatever the checkpoint says.
+        # On a CPU half precision is slow and its rounding hides mistakes; float32 whatever the checkpoint says.
         name = "float32" if device.type == "cpu" else config.dtype or "float32"
-    if name not in DTYPES:
-        raise SettingError("--dtype", name, f"is not one of {', '.join(DTYPES)}; name one of them to convert the checkpoint")
     return DTYPES[name]
 
 

@@ -98,7 +98,7 @@ def assert_same(batch: ForwardBatch, dtype: torch.dtype = torch.float32) -> None
         ([(0, 100), (0, 5), (96, 1)], 1),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_mixtures(lens: list[tuple[int, int]], num_decode: int, dtype: torch.dtype) -> None:
     """Prompts, chunks behind prefixes, decode rows and clamped rows give what the twins give, and read no foreign slot."""
     assert_same(make_batch(lens, num_decode), dtype)

@@ -11,6 +11,7 @@ import torch
 from runtime_service.errors import SettingError
 from runtime_service.executors import sizing
 from runtime_service.executors.sizing import Sizing, size_model
+from runtime_service.models.config import DTYPES as CHECKPOINT_DTYPES
 from runtime_service.models.config import ModelConfig
 from runtime_service.models.tiny import tiny_tensors
 from runtime_service.models.weights import weights_nbytes
@@ -99,9 +100,9 @@ def test_kernels_and_head_sizes() -> None:
 
 
 def test_gpu_dtype_is_the_checkpoints() -> None:
-    """On a GPU, auto takes the checkpoint's dtype, float32 where it states none, and refuses to guess for float16."""
+    """On a GPU, auto takes the checkpoint's dtype, each of the three that can be read, and float32 where it states none."""
     cuda = torch.device("cuda", 0)
     assert sizing.choose_dtype("auto", CONFIG, cuda) == torch.bfloat16
     assert sizing.choose_dtype("auto", replace(CONFIG, dtype=None), cuda) == torch.float32
-    with pytest.raises(SettingError, match="--dtype: float16 is not one of float32, bfloat16"):
-        sizing.choose_dtype("auto", replace(CONFIG, dtype="float16"), cuda)
+    assert sizing.choose_dtype("auto", replace(CONFIG, dtype="float16"), cuda) == torch.float16
+    assert set(sizing.DTYPES) == set(CHECKPOINT_DTYPES)

@@ -97,7 +97,7 @@ def test_one_file_and_several(tmp_path: Path, tensors: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(tmp_path: Path, tensors: dict[str, torch.Tensor], stored: torch.dtype, wanted: torch.dtype) -> None:
     """Whatever float the checkpoint is stored in, the weights come in the dtype asked for."""
     rounded = {name: tensor.to(stored) for name, tensor in tensors.items()}
