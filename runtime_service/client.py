@@ -5,7 +5,8 @@
         result = runtime.run(op)                    # StepResult, or raises Refusal
         rows = runtime.read_rows()                  # the mirror's rows, to compare
 
-`send` and `receive` keep up to `overlap_depth + 1` ops on their way. After a refusal nothing is executed until `reset`.
+`send` and `receive` keep up to `overlap_depth + 1` ops on their way. After a refusal nothing is executed until `reset`. A
+runtime that is gone, or silent for longer than `timeout_s`, is a `RuntimeUnavailableError`, and this client is over then.
 pagemirror's own scheduler does not use this: it has an event loop to serve.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -29,6 +31,9 @@ from runtime_service.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, int32_colu
 _UINT8, _UINT64 = np.dtype(np.uint8), np.dtype(np.uint64)
 _FLOAT32 = np.dtype("<f4")
 
+CLOSE_TIMEOUT_S = 1.0
+"""How long `close` waits for the runtime to end the session, before it is cancelled."""
+
 
 class RuntimeUnavailableError(RuntimeServiceError):
     """The runtime does not answer, or has ended the stream: `code` and text are those of the gRPC status."""
@@ -42,15 +47,30 @@ class RuntimeUnavailableError(RuntimeServiceError):
         self.code = code
 
 
+class _NoAnswer(grpc.RpcError):
+    """What gRPC itself does not say: nothing came in time, or nothing will."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+
 class RuntimeClient:
     """One session with the runtime at `target` (`HOST:PORT` or `unix:/PATH`), open while the context is.
 
     Args:
         overlap_depth: ops that may be sent beyond the one whose result is awaited, 0 to 2.
         credentials: for TLS; None: plaintext.
-        timeout_s: longest wait for one answer; the model is loaded by the time of the hello.
+        timeout_s: longest wait for one answer, however many heartbeats come; the model is loaded by the time of the hello.
 
-    Raises RuntimeUnavailableError.
+    Raises RuntimeUnavailableError, whose code is that of the status: UNAVAILABLE where nobody answers, FAILED_PRECONDITION
+    where another scheduler is being served, DEADLINE_EXCEEDED after `timeout_s`, CANCELLED once it is closed.
     """
 
     def __init__(
@@ -74,6 +94,12 @@ class RuntimeClient:
         self._stub = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._outgoing: queue.SimpleQueue[runtime_pb2.ExecuteRequest | None] = queue.SimpleQueue()
         self._answers = self._stub.Execute(iter(self._outgoing.get, None))
+        self._over: grpc.RpcError | None = None
+        self._num_unanswered = 0
+        # gRPC's own iterator waits for ever, so that a thread reads it.
+        self._incoming: queue.SimpleQueue[runtime_pb2.ExecuteResponse | grpc.RpcError] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="pagemirror-answers", daemon=True)
+        self._reader.start()
         self.session_no = 1
         hello = runtime_pb2.SchedulerHello(
             protocol_version=PROTOCOL_VERSION,
@@ -95,12 +121,20 @@ class RuntimeClient:
         return self.receive()
 
     def send(self, op: ForwardOp) -> None:
-        """Send one op; its answer comes in its turn."""
+        """Send one op; its answer comes in its turn. Raises RuntimeUnavailableError where it is known that none will."""
+        self._require_open()
         self._outgoing.put(runtime_pb2.ExecuteRequest(op=op_to_proto(op)))
+        self._num_unanswered += 1
 
     def receive(self) -> StepResult:
-        """The answer to the oldest op that has none. Raises Refusal, RuntimeUnavailableError."""
+        """The answer to the oldest op that has none; RuntimeError where none is due.
+
+        Raises Refusal, RuntimeUnavailableError.
+        """
+        if not self._num_unanswered:
+            raise RuntimeError("receive() without send(): every op is answered")
         answer = self._next()
+        self._num_unanswered -= 1
         if answer.WhichOneof("message") == "refusal":
             refusal = answer.refusal
             raise Refusal(
@@ -115,14 +149,17 @@ class RuntimeClient:
 
     def reset(self) -> int:
         """Begin the next session with every row dropped; answers that are outstanding are thrown away. Its number."""
+        self._require_open()
         self.session_no += 1
         self._outgoing.put(runtime_pb2.ExecuteRequest(reset=runtime_pb2.Reset(session_no=self.session_no)))
         while self._next().WhichOneof("message") != "reset_done":
             pass
+        self._num_unanswered = 0
         return self.session_no
 
     def read_rows(self) -> dict[int, Int32Array]:
         """The valid part of every mirror row that has a lease, read between two ops. Raises RuntimeUnavailableError."""
+        self._require_open()
         with self._errors():
             answer = self._stub.ReadRows(runtime_pb2.ReadRowsRequest(), timeout=self._timeout_s)
         rows, lens = int32_column(answer.rows, "rows"), int32_column(answer.valid_lens, "valid_lens")
@@ -130,8 +167,11 @@ class RuntimeClient:
         return dict(zip(rows.tolist(), pages, strict=True))
 
     def close(self) -> None:
-        """End the session; the runtime drops its rows."""
+        """End the session; the runtime drops its rows, and is free for another scheduler. Harmless when it is over."""
         self._outgoing.put(None)
+        if self._over is None:
+            self._over = _NoAnswer(grpc.StatusCode.CANCELLED, "this client is closed")
+            self._reader.join(CLOSE_TIMEOUT_S)
         self._answers.cancel()
         self._channel.close()
 
@@ -143,11 +183,32 @@ class RuntimeClient:
 
     def _next(self) -> runtime_pb2.ExecuteResponse:
         """The next answer that is no heartbeat."""
-        with self._errors():
+        self._require_open()
+        try:
+            answer = self._incoming.get(timeout=self._timeout_s)
+        except queue.Empty:
+            answer = _NoAnswer(grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {self._timeout_s:g} s")
+        if not isinstance(answer, grpc.RpcError):
+            return answer
+        self._over = answer
+        self.close()
+        raise RuntimeUnavailableError(self._target, answer) from answer
+
+    def _require_open(self) -> None:
+        if self._over is not None:
+            raise RuntimeUnavailableError(self._target, self._over) from self._over
+
+    def _read(self) -> None:
+        try:
             for answer in self._answers:
                 if answer.WhichOneof("message") != "heartbeat":
-                    return answer
-        raise RuntimeServiceError(f"the runtime at {self._target} has ended the stream")
+                    self._incoming.put(answer)
+        except grpc.RpcError as error:
+            self._incoming.put(error)
+        except Exception as error:  # of gRPC's own, of bytes that are no message for instance
+            self._incoming.put(_NoAnswer(grpc.StatusCode.INTERNAL, repr(error)))
+        else:
+            self._incoming.put(_NoAnswer(grpc.StatusCode.UNAVAILABLE, "it has ended the stream"))
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import trustme
 
 from runtime_service import ForwardOp, LeaseStart, Refusal, RefusalCode, RuntimeClient, RuntimeUnavailableError, SamplingParams
 from runtime_service.client import op_to_proto, result_from_proto
@@ -62,13 +65,23 @@ def _decode(session_no: int, step: int, computed: int) -> ForwardOp:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     target = f"unix:{tmp_path_factory.mktemp('client')}/runtime.sock"
-    command = [sys.executable, "-m", "runtime_service", "--listen", target, "--page-size", "4", "--num-pages", "16"]
+    with _runtime(target):
+        yield target
+
+
+@contextmanager
+def _runtime(target: str, *options: str) -> Iterator[Any]:
+    """A runtime process; the last of its `args` is where it listens."""
+    command = [sys.executable, "-m", "runtime_service", "--page-size", "4", "--num-pages", "16", *options, "--listen", target]
     with Popen(command, stdout=PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("pagemirror runtime ready")
-            yield target
+            line = process.stdout.readline()
+            assert line.startswith("pagemirror runtime ready on ")
+            command[-1] = line.split()[4]
+            yield process
         finally:
+            process.send_signal(signal.SIGCONT)
             process.terminate()
 
 
@@ -97,6 +110,90 @@ def test_absent_runtime_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeUnavailableError, match=r"the runtime at unix:.*: UNAVAILABLE") as caught:
         RuntimeClient(f"unix:{tmp_path}/none.sock")
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_second_scheduler_is_refused_and_the_first_goes_on(address: str) -> None:
+    """While one is served, the hello of another is answered with why not; the first notices nothing."""
+    with RuntimeClient(address) as first:
+        first.run(_op(1, 1))
+        with pytest.raises(
+            RuntimeUnavailableError, match=r"FAILED_PRECONDITION: the stream of scheduler .* is alive"
+        ) as caught:
+            RuntimeClient(address)
+        assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert first.run(_decode(1, 2, 5)).step == 2
+        with pytest.raises(RuntimeError, match="every op is answered"):
+            first.receive()
+
+
+def test_a_client_follows_another_at_once(address: str) -> None:
+    """Once `close` returns the runtime is free for the next scheduler, also where answers were outstanding."""
+    for _ in range(30):
+        with RuntimeClient(address) as runtime:
+            runtime.send(_op(1, 1))
+
+
+def test_closed_client_says_so(address: str) -> None:
+    """Whatever is asked of it afterwards is the same typed error at once, and closing it again is harmless."""
+    with RuntimeClient(address) as runtime:
+        runtime.send(_op(1, 1))
+    runtime.close()
+    for call in (runtime.receive, runtime.reset, runtime.read_rows, lambda: runtime.send(_op(1, 2))):
+        with pytest.raises(RuntimeUnavailableError, match="CANCELLED: this client is closed"):
+            call()
+
+
+def test_a_runtime_that_hangs_or_dies_is_told(tmp_path: Path) -> None:
+    """One that is stopped costs `timeout_s`, for op, rows and hello; one that is killed in a step is UNAVAILABLE."""
+    target = f"unix:{tmp_path}/runtime.sock"
+    with _runtime(target) as process:
+        patient = RuntimeClient(target)
+        patient.run(_op(1, 1))
+        patient.close()
+        with RuntimeClient(target, timeout_s=0.3) as runtime:
+            process.send_signal(signal.SIGSTOP)
+            for call in (runtime.read_rows, lambda: runtime.run(_op(1, 1)), lambda: RuntimeClient(target, timeout_s=0.3)):
+                with pytest.raises(RuntimeUnavailableError) as caught:
+                    call()
+                assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        process.send_signal(signal.SIGCONT)
+        patient = _reconnected(target)
+        process.send_signal(signal.SIGSTOP)
+        patient.send(_op(1, 1))
+        process.kill()
+        for _ in range(2):
+            with pytest.raises(RuntimeUnavailableError, match="UNAVAILABLE") as caught:
+                patient.receive()
+        patient.close()
+
+
+def _reconnected(target: str) -> RuntimeClient:
+    """A client, once the streams before it are known to be over."""
+    for _ in range(1000):
+        try:
+            return RuntimeClient(target)
+        except RuntimeUnavailableError as error:
+            assert error.code is grpc.StatusCode.FAILED_PRECONDITION
+    raise AssertionError("the runtime holds on to a stream that is over")
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    """With credentials the runtime is served over TLS; without them nobody answers."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    (tmp_path / "cert.pem").write_bytes(issued.cert_chain_pems[0].bytes())
+    (tmp_path / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    files = [part for name in ("cert", "key", "ca") for part in (f"--tls-{name}", str(tmp_path / f"{name}.pem"))]
+    credentials = grpc.ssl_channel_credentials(
+        authority.cert_pem.bytes(), issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+    )
+    with _runtime("127.0.0.1:0", *files) as process:
+        target = process.args[-1]
+        with RuntimeClient(target, credentials=credentials) as runtime:
+            assert runtime.run(_op(1, 1)).tokens.tolist() == [70]
+        with pytest.raises(RuntimeUnavailableError, match="UNAVAILABLE"):
+            RuntimeClient(target)
 
 
 def test_every_column_of_an_op_survives_the_wire() -> None:
