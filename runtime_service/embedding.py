@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runtime_service.executors import attach_graphs, create_executor, warm_up_kernels
+from runtime_service.executors import attach_graphs, checked, create_executor, warm_up_kernels
 from runtime_service.executors.base import Capacity, ModelExecutor
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.session import SessionState
@@ -25,9 +25,10 @@ def open_runner(settings: RuntimeSettings, create: Create = create_executor) -> 
     """Load the model, warm it up and put mirror and session beside it.
 
     `create` makes the model; by default the one that `settings.model` names. Raises SettingsError for settings that cannot be
-    used, and whatever loading the model raises.
+    used (where one alone is wrong, `RuntimeSettings(...)` has raised pydantic's ValidationError), TypeError or ValueError for
+    what is no model, and whatever loading the model raises.
     """
-    executor, capacity = create(settings)
+    executor, capacity = checked(create(settings))
     model = executor.info
     broken = settings.demonstrate_tail_only
     shape = (settings.max_rows, capacity.max_pages_per_row, capacity.num_pages, settings.page_size)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from runtime_service.errors import SettingError
+from runtime_service.errors import SettingError, SettingsError
 
 if TYPE_CHECKING:
     from runtime_service.executors.base import Capacity, ModelExecutor
@@ -28,6 +28,9 @@ log = structlog.get_logger(__name__)
 ENTRY_POINTS = "pagemirror.executors"
 FINGERPRINT = "fingerprint"
 TINY = "tiny"
+
+_METHODS = ("warm_up", "start_leases", "release_rows", "execute", "reset")
+"""Of a `ModelExecutor`."""
 
 FINGERPRINT_NUM_PAGES = 4096
 FINGERPRINT_MAX_PAGES_PER_ROW = 512
@@ -108,19 +111,40 @@ def attach_graphs(executor: ModelExecutor, settings: RuntimeSettings, mirror: Re
 
 def _create_plugin(settings: RuntimeSettings) -> tuple[ModelExecutor, Capacity]:
     name = settings.model.partition(":")[0]
-    found: dict[str, EntryPoint] = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name and found.setdefault(name, point).value != point.value:
+            raise SettingError("--model", settings.model, f"is both {found[name].value} and {point.value}, of two packages")
+        found[point.name] = point
     if name not in found:
         known = f", nor a model of another package ({', '.join(sorted(found))})" if found else ""
         what = f"is neither {FINGERPRINT!r} nor {TINY!r} nor the path of an existing directory{known}"
         raise SettingError("--model", settings.model, what)
     try:
         create = found[name].load()
-        executor, capacity = create(settings)
-    except SettingError:
+        return checked(create(settings))
+    except SettingsError:
         raise
     except Exception as error:
         log.exception("a model of another package cannot be made", entry_point=found[name].value)
         raise SettingError("--model", settings.model, f"failed in {found[name].value}: {error!r}") from error
+
+
+def checked(made: object) -> tuple[ModelExecutor, Capacity]:
+    """What the creator of a model has returned. Raises TypeError or ValueError where it is no executor with its capacity."""
+    from runtime_service.executors.base import Capacity, ModelInfo
+
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(f"a model's creator returns (ModelExecutor, Capacity), not {made!r}")
+    executor, capacity = made
+    if not isinstance(capacity, Capacity):
+        raise TypeError(f"the second of what a model's creator returns is a Capacity, not {capacity!r}")
+    if min(capacity.num_pages, capacity.max_pages_per_row) < 1:
+        raise ValueError(f"a model needs at least a page, and rows of one: {capacity}")
+    if missing := [name for name in _METHODS if not callable(getattr(executor, name, None))]:
+        raise TypeError(f"{type(executor).__name__!r} is no ModelExecutor, it has no {' and no '.join(missing)}()")
+    if not isinstance(info := getattr(executor, "info", None), ModelInfo):
+        raise TypeError(f"info of {type(executor).__name__!r} is a ModelInfo, not {info!r}")
     return executor, capacity
 
 

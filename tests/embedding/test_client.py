@@ -116,9 +116,7 @@ def test_a_second_scheduler_is_refused_and_the_first_goes_on(address: str) -> No
     """While one is served, the hello of another is answered with why not; the first notices nothing."""
     with RuntimeClient(address) as first:
         first.run(_op(1, 1))
-        with pytest.raises(
-            RuntimeUnavailableError, match=r"FAILED_PRECONDITION: the stream of scheduler .* is alive"
-        ) as caught:
+        with pytest.raises(RuntimeUnavailableError, match=r"FAILED_PRECONDITION: the stream of .* is alive") as caught:
             RuntimeClient(address)
         assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
         assert first.run(_decode(1, 2, 5)).step == 2

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from runtime_service import RuntimeClient
+from runtime_service import Capacity, RuntimeClient, RuntimeSettings, SettingsError, executors, open_runner
+from runtime_service.executors.fingerprint import FingerprintExecutor
 
 PLUGIN = '''
 from dataclasses import replace
@@ -94,3 +97,50 @@ def test_model_that_cannot_be_had_is_named(environment: dict[str, str], model: s
     )
     assert done.returncode == 1
     assert expected in done.stderr.splitlines()
+
+
+FINE = Capacity(num_pages=8, max_pages_per_row=4)
+NONSENSE = {
+    "nothing": (None, TypeError, r"returns \(ModelExecutor, Capacity\), not None"),
+    "alone": (FingerprintExecutor(8, 4), TypeError, r"returns \(ModelExecutor, Capacity\)"),
+    "number": ((FingerprintExecutor(8, 4), 8), TypeError, "is a Capacity, not 8"),
+    "no pages": ((FingerprintExecutor(8, 4), Capacity(0, 4)), ValueError, "at least a page"),
+    "no model": ((None, FINE), TypeError, "'NoneType' is no ModelExecutor, it has no warm_up and no start_leases"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_what_is_no_model_is_told(name: str) -> None:
+    """A creator given to `open_runner` that returns something else: what was expected stands in the error."""
+    made, kind, text = NONSENSE[name]
+    with pytest.raises(kind, match=text):
+        open_runner(RuntimeSettings(page_size=4), lambda settings: made)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("loaded", [lambda settings: (object(), FINE), lambda settings: None, lambda: None, sys])
+def test_entry_point_that_makes_no_model_is_a_setting_that_cannot_be_used(
+    loaded: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else than a model, a function of no arguments, a module: each names option and entry point."""
+    point = SimpleNamespace(name="acme", value="acme:create", load=lambda: loaded)
+    monkeypatch.setattr(executors, "entry_points", lambda group: [point])
+    with pytest.raises(SettingsError, match=r"--model: acme failed in acme:create: TypeError"):
+        open_runner(RuntimeSettings(model="acme"))
+
+
+def test_facts_of_a_model_are_its_own_kind() -> None:
+    """`info` is a ModelInfo, not something like it."""
+
+    class Acme(FingerprintExecutor):
+        info = {"name": "acme"}  # type: ignore[assignment]  # noqa: RUF012
+
+    with pytest.raises(TypeError, match="info of 'Acme' is a ModelInfo, not"):
+        open_runner(RuntimeSettings(page_size=4), lambda settings: (Acme(8, 4), FINE))
+
+
+def test_name_that_two_packages_claim_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of two models is meant cannot be told."""
+    points = [EntryPoint("acme", value, executors.ENTRY_POINTS) for value in ("acme:create", "emca:create")]
+    monkeypatch.setattr(executors, "entry_points", lambda group: points)
+    with pytest.raises(SettingsError, match="--model: acme:large is both acme:create and emca:create, of two packages"):
+        open_runner(RuntimeSettings(model="acme:large"))
