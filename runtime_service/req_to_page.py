@@ -57,9 +57,9 @@ class ReqToPage:
         self.max_pages_per_row = max_pages_per_row
         self.num_pages = num_pages
         self.page_size = page_size
-        self.device = torch.device(device)
         self.zero_fill = zero_fill
-        self.table = torch.zeros((max_rows + 1, max_pages_per_row), dtype=torch.int32, device=self.device)
+        self.table = torch.zeros((max_rows + 1, max_pages_per_row), dtype=torch.int32, device=device)
+        self.device = self.table.device  # with its number, also where "cuda" was asked for
         self.host_table: Int32Array | None = self.table.numpy() if self.table.is_cpu else None
         """The same memory, on the CPU."""
         self.row_lens: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
