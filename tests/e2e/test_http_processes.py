@@ -190,3 +190,22 @@ def test_killed_scheduler_ends_the_command(child_env: dict[str, str], tmp_path: 
         assert up.process.wait(60) == 1
         assert not any(is_running(pid) for pid in children.values())
         assert "the scheduler ended by signal SIGKILL" in up.errors.read_text()
+
+
+def test_gateway_that_never_comes_back_ends_the_command(child_env: dict[str, str], tmp_path: Path) -> None:
+    """Killed five times before it served again, it is given up: everything ends in order, with a status other than 0."""
+    with running_up(child_env, tmp_path / "log", "--model", "tiny", "--http", "0", "--num-pages", "64") as up:
+        killed: set[int] = set()
+
+        def kill_the_next() -> bool:
+            pid = up.children().get("gateway")
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+            return up.process.poll() is not None
+
+        until(kill_the_next)
+        assert up.process.returncode == 1
+        log = up.errors.read_text()
+        assert len(killed) == log.count("the gateway ended by signal SIGKILL") == 5
+        assert log.count("it is started again") == 4

@@ -57,7 +57,7 @@ def running_up(env: dict[str, str], errors: Path, *options: str) -> Iterator[Up]
 def running_smg(env: dict[str, str], errors: Path, http: str, *options: str) -> Iterator[str]:
     """Start `smg launch`, wait until it has a worker that is well; yields the base address of HTTP."""
     host, port = http.split(":")
-    command = ["smg", "launch", "--host", host, "--port", port, *options]
+    command = ["smg", "launch", "--host", host, "--port", port, "--shutdown-grace-period-secs", "1", *options]
     with errors.open("wb") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
