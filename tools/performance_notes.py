@@ -22,14 +22,14 @@ NOTES: dict[str, str] = {
     ),
     "wire: round trip of a step, no-op model / bare echo": (
         "Of the difference about a third is the runtime's work on the op where it was read (comparing it with the one that was"
-        " expected, its pages, the model, the answer: 33 µs in a loop, two to three times that after a wake-up with cold caches),"
-        " a fifth is reading the result and waking whoever waits for it, and the rest is larger frames and the second stream"
+        " expected, its pages, the model, the answer: 33 µs in a loop, two to three times that after a wake-up, with cold caches"
+        "), a fifth is reading the result and waking whoever waits for it, and the rest is larger frames and the second stream"
         " message in each direction. The no-op model's steps run where the op was read; a real model's go to the execution"
         " thread, which is two hops more, and are hidden behind the model."
     ),
     "streaming: 256 streams behind a front end: CPU µs of the scheduler per token": (
-        "What a step costs the scheduler's process (planning, the link to the runtime, one message to each front end, gRPC's own"
-        " callbacks) hardly depends on how many tokens it has, so the figure is that cost divided by the tokens of a step; it"
+        "What a step costs the scheduler's process (planning, the link to the runtime, one message to each front end, callbacks"
+        " of gRPC) hardly depends on how many tokens it has, so the figure is that cost divided by the tokens of a step; it"
         " falls with more streams."
     ),
     "streaming: 256 streams, Generate, 20 ms a step: p99 of a step / without clients": (
