@@ -128,7 +128,7 @@ def scheduler(
     log_json: LogJson = None,
     exit_with_parent: ExitWithParent = None,
 ) -> None:
-    """Serve GenerationService, driving one runtime. It needs no GPU and no torch.
+    """Serve GenerationService, driving a runtime, or several ranks of one. It needs no GPU and no torch.
 
     Every option can also be given in the environment, as PAGEMIRROR_TOKEN_BUDGET and so on.
     """
