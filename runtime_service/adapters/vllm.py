@@ -97,10 +97,13 @@ class VllmAdapter:
         new = self._new_requests(output)
         cached = self._cached_requests(output, over)
         named = [*new, *cached]
-        if len(set(named)) < len(named):
+        names = set(named)
+        if len(names) < len(named):
             raise Refusal(RefusalCode.MALFORMED, detail="the output names a request twice")
         if unplanned := [request_id for request_id in named if scheduled.get(request_id, 0) < 1]:
             raise Refusal(RefusalCode.MALFORMED, detail=f"num_scheduled_tokens has no tokens for request {unplanned[0]!r}")
+        if unnamed := [request_id for request_id, count in scheduled.items() if count and request_id not in names]:
+            raise Refusal(RefusalCode.MALFORMED, detail=f"num_scheduled_tokens has tokens for request {unnamed[0]!r} alone")
         entries = new | cached
         rows, free = self._rows_after(over, named)
         planned = [self._planned(i, rows[i], entries[i], int(scheduled[i])) for i in named]

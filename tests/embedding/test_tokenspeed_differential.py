@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import tokenspeed_scheduler
 
 import tokenspeed_driver as tokens_driver
 from plain_digest import plain_digest
-from runtime_service import PageFeed, ReqToPage, RuntimeClient, TokenSpeedAdapter
+from runtime_service import ForwardOp, PageFeed, ReqToPage, RuntimeClient, TokenSpeedAdapter
 from tokenspeed_driver import MAX_PAGES_PER_ROW, MAX_ROWS, NUM_PAGES, PAGE_SIZE, STEPS, Driver, page_rows
 
 SEEDS = 20
@@ -46,7 +47,7 @@ class Count:
     stale: list[str] = field(default_factory=list)
     stale_of_control: int = 0
 
-    def compare(self, where: str, expected: list[int], found: list[int]) -> None:
+    def compare(self, where: str, expected: list[int] | int, found: list[int] | int) -> None:
         """One row of the mirror."""
         self.rows += 1
         if expected != found:
@@ -140,28 +141,41 @@ def _over_the_wire(steps: Iterator[tuple[int, Batches, list[str]]], address: str
     """The same over RuntimeService, one session a seed.
 
     With every op its rows' digests come back, made of the mirror's memory once the op is applied: a row that differs anywhere
-    has another one. At times the rows themselves are read, too, all of them.
+    has another one. At times the rows themselves are read, too. Three ops are on their way at a time.
     """
     count, last, step = Count(), -1, 0
-    with RuntimeClient(address) as runtime:
+    sent: deque[tuple[str, ForwardOp, list[list[int]]]] = deque()
+
+    def receive(runtime: RuntimeClient) -> None:
+        where, op, rows = sent.popleft()
+        digests = runtime.receive().digests.tolist()
+        for row, pages, expected, found in zip(op.req_pool_indices, rows, op.row_digests.tolist(), digests, strict=True):
+            count.compare(f"{where}, digest of row {row}, {pages}", expected, found)
+
+    with RuntimeClient(address, overlap_depth=2) as runtime:
         adapter = TokenSpeedAdapter(MAX_ROWS, session_no=runtime.session_no)
         for seed, batches, over in steps:
             if seed != last:
+                while sent:
+                    receive(runtime)
                 if last >= 0:
                     adapter.reset(runtime.reset())
                 last = seed
             for batch in batches:
                 op, step, rows = adapter.forward_op(batch), step + 1, page_rows(batch)
                 op.row_digests = np.array([plain_digest(pages) for pages in rows], dtype=np.uint64)
-                digests = runtime.run(op).digests
-                found = runtime.read_rows() if step % 20 == 0 else {}
-                for i, (row, pages) in enumerate(zip(batch.request_pool_indices, rows, strict=True)):
-                    where = f"seed {seed}, row {row}"
-                    if digests[i] != op.row_digests[i]:
-                        count.stale.append(f"{where}: {runtime.read_rows()[row].tolist()} is not {pages}")
-                    count.compare(where, pages, found[row].tolist() if found else pages)
+                runtime.send(op)
+                sent.append((f"seed {seed}, step {op.step}", op, rows))
+                while len(sent) == 3 or (sent and step % 20 == 0):
+                    receive(runtime)
+                if step % 20 == 0:
+                    found = runtime.read_rows()
+                    for row, pages in zip(batch.request_pool_indices, rows, strict=True):
+                        count.compare(f"seed {seed}, step {op.step}, row {row}", pages, found[row].tolist())
             for request_id in over:
                 adapter.finish(request_id)
+        while sent:
+            receive(runtime)
     return count
 
 

@@ -152,6 +152,7 @@ BAD: dict[str, tuple[SchedulerOutput, type[Exception], str]] = {
     "unknown request": (_next(req_ids=["z"]), Refusal, "request 'z' is cached and not resumed, but holds no row"),
     "unequal lists": (_next(new_block_ids=[]), Refusal, "1 req_ids, 0 new_block_ids, 1 num_computed_tokens"),
     "nothing scheduled": (replace(_next(), num_scheduled_tokens={}), Refusal, "no tokens for request 'a'"),
+    "scheduled alone": (replace(_next(), num_scheduled_tokens={"a": 1, "z": 2}), Refusal, "tokens for request 'z' alone"),
     "twice": (
         replace(_next(), scheduled_new_reqs=_first().scheduled_new_reqs, num_scheduled_tokens={"a": 1}),
         Refusal,
