@@ -12,6 +12,8 @@ from runtime_service.ops import ForwardOp, Int32Array
 from runtime_service.req_to_page import ReqToPage
 from runtime_service.staging import StagingRing
 
+Int64Array = npt.NDArray[np.int64]
+
 
 class BatchBuilder:
     """Builds the `ForwardBatch` of an op that was checked and whose pages are already in the mirror.
@@ -33,6 +35,7 @@ class BatchBuilder:
         self._host_entries: Int32Array | None = None
         if decode_kernel is None and device.type == "cpu":
             self._host_entries = self._entries.numpy()
+            self._host_counts = np.arange(mirror.max_rows + 1)
             self._host_ones = np.ones(mirror.max_rows + 1, dtype=np.int32).tobytes()
         # For the kernel: what each row has computed, as of its last step, and columns that are the same for every step.
         size = mirror.max_rows + 1
@@ -71,6 +74,9 @@ class BatchBuilder:
         if num_tokens - num_extend_tokens != num_rows - num_extend_rows:
             raise ValueError(f"{num_rows - num_extend_rows} decode rows compute {num_tokens - num_extend_tokens} tokens")
 
+        if self._host_entries is not None and masked is None:
+            known = rows, num_computed, input_lens, query_indptr
+            return self._build_on_host(op, known, last_tokens, self._host_entries)
         if num_extend_rows == 0 and num_rows and self._decode_kernel:
             return self._build_decode(op, rows, num_computed, last_tokens, masked)
 
@@ -127,8 +133,8 @@ class BatchBuilder:
     def _build_decode(
         self,
         op: ForwardOp,
-        rows: npt.NDArray[np.int64],
-        num_computed: npt.NDArray[np.int64],
+        rows: Int64Array,
+        num_computed: Int64Array,
         last_tokens: torch.Tensor,
         masked: torch.Tensor | None,
     ) -> ForwardBatch:
@@ -164,6 +170,50 @@ class BatchBuilder:
             sample=op.sample,
             clamped=num_computed >= width_tokens,
             masked=masked,
+        )
+
+    def _build_on_host(
+        self,
+        op: ForwardOp,
+        known: tuple[Int64Array, Int64Array, Int64Array, Int64Array],
+        last_tokens: torch.Tensor,
+        entries: Int32Array,
+    ) -> ForwardBatch:
+        """Any op, on a CPU: what is staged elsewhere is what the batch is made of."""
+        mirror, page_size, num_extend_rows = self._mirror, self._mirror.page_size, op.num_extend_rows
+        rows, num_computed, input_lens, query_indptr = known
+        width_tokens = mirror.max_pages_per_row * page_size
+        seq_lens = num_computed + input_lens
+        clamped = seq_lens > width_tokens
+        token_rows = np.repeat(self._host_counts[: len(rows)], input_lens)
+        positions = np.arange(len(token_rows))
+        positions += (num_computed - query_indptr[:-1]).take(token_rows)
+        pages = positions // page_size
+        offsets = positions - pages * page_size
+        pages += (rows * mirror.max_pages_per_row).take(token_rows)
+        if np.count_nonzero(clamped):
+            pages[positions >= width_tokens] = 0  # an entry of row 0, the padding sink, which always names page 0
+            np.minimum(seq_lens, width_tokens, out=seq_lens)
+        offsets += entries.take(pages) * np.int64(page_size)
+        input_ids = np.concatenate((op.input_ids, last_tokens.numpy().take(rows[num_extend_rows:])))
+        return ForwardBatch(
+            req_to_page=mirror.table,
+            page_size=page_size,
+            rows=torch.from_numpy(rows),
+            num_computed=torch.from_numpy(num_computed),
+            input_lens=torch.from_numpy(input_lens),
+            seq_lens=torch.from_numpy(seq_lens),
+            query_indptr=torch.from_numpy(query_indptr),
+            input_ids=torch.from_numpy(input_ids),
+            positions=torch.from_numpy(positions),
+            token_rows=torch.from_numpy(token_rows),
+            out_cache_loc=torch.from_numpy(offsets),
+            num_extend_rows=num_extend_rows,
+            host_rows=op.req_pool_indices,
+            host_num_computed=op.num_computed,
+            host_input_lens=op.input_lens,
+            sample=op.sample,
+            clamped=clamped,
         )
 
     def _build_decode_on_host(self, op: ForwardOp, last_tokens: torch.Tensor, entries: Int32Array) -> ForwardBatch:

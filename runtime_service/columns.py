@@ -11,6 +11,8 @@ from runtime_service.errors import RuntimeServiceError
 from runtime_service.ops import BoolArray, Int32Array
 
 _INT32 = np.iinfo(np.int32)
+_INT32_DTYPE = np.dtype(np.int32)
+_BOOL_DTYPE = np.dtype(np.bool_)
 
 
 class ColumnTypeError(RuntimeServiceError, TypeError):
@@ -31,6 +33,19 @@ class ColumnValueError(RuntimeServiceError, ValueError):
         self.column = column
         self.value = value
         self.limit = limit
+
+
+def are_plain_int32(*columns: object) -> bool:
+    """Whether each is an int32 array [n] as it is."""
+    for column in columns:
+        if type(column) is not np.ndarray or column.dtype is not _INT32_DTYPE or column.ndim != 1:
+            return False
+    return True
+
+
+def is_plain_bool(column: object) -> bool:
+    """Whether it is a bool array [n] as it is."""
+    return type(column) is np.ndarray and column.dtype is _BOOL_DTYPE and column.ndim == 1
 
 
 def as_int32(column: str, values: npt.ArrayLike) -> Int32Array:
@@ -67,6 +82,14 @@ def check_rows(column: str, rows: Int32Array, max_rows: int) -> None:
         lowest, highest = rows.min(), rows.max()
         if lowest < 1 or highest > max_rows:
             raise ColumnValueError(column, int(lowest if lowest < 1 else highest), f"[1, {max_rows}]")
+
+
+def row_index(column: str, rows: Int32Array, max_rows: int) -> npt.NDArray[np.intp]:
+    """The row numbers as an index; raises ColumnValueError unless every one is in [1, max_rows]."""
+    index = rows.view(np.uint32).astype(np.intp)  # a negative one is large there
+    if len(rows) and (np.count_nonzero(index) != len(rows) or index.max() > max_rows):
+        check_rows(column, rows, max_rows)
+    return index
 
 
 def check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -> None:

@@ -140,6 +140,23 @@ def check_held(op: ForwardOp, held: npt.NDArray[np.uint8], owners: Int64Array) -
         raise Fault(RefusalCode.PAGE_REPEATED, int(rows[entry]), detail)
 
 
+def hold_pages(op: ForwardOp, held: npt.NDArray[np.uint8], owners: Int64Array, *, checked: bool) -> None:
+    """Set the bits of the op's pages in `held`, after those of refreshed rows were cleared; arguments as of `check_held`.
+
+    `checked`: `check_pages` and `check_held` found nothing.
+    """
+    rows, pages, full = op.req_pool_indices, op.occupied_pages, op.full_refresh
+    if full.any():
+        held[rows[full]] = 0
+    where = (rows.astype(np.int64) * held.shape[1])[owners]
+    where += pages >> 3
+    # Two pages of one row may share a byte, which a plain assignment would not survive.
+    if checked:  # no bit is set, and none comes twice: adding it sets it, in a fifth of the time
+        np.add.at(held.reshape(-1), where, BIT[pages & 7])
+    else:
+        np.bitwise_or.at(held.reshape(-1), where, BIT[pages & 7])
+
+
 def check_tokens(op: ForwardOp, limits: Limits) -> None:
     """Raise a `Fault` unless `input_ids` holds exactly the extend rows' tokens, each in [0, vocab_size)."""
     ids = op.input_ids
@@ -175,16 +192,22 @@ def check_lease_starts(op: ForwardOp, limits: Limits) -> dict[int, str]:
         if row in started:
             raise Fault(RefusalCode.MALFORMED, row, "two lease starts for one row")
         started[row] = lease.request_id
-        if wrong := sampling_error(lease.sampling, lease.prompt_len, limits.vocab_size):
-            raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
-        if limits.greedy_only and (wrong := greedy_only_error(lease.sampling)):
-            raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
-        for token in lease.stop_ids:
-            if not 0 <= token < limits.vocab_size:
-                raise Fault(RefusalCode.TOKEN_OUT_OF_RANGE, row, f"stop id {token} is outside [0, {limits.vocab_size})")
-        if lease.history or lease.sampling.has_penalty:
-            _check_history(op, lease, limits)
+        check_lease_start(op, lease, limits)
     return started
+
+
+def check_lease_start(op: ForwardOp, lease: LeaseStart, limits: Limits) -> None:
+    """Raise a `Fault` for bad parameters of one lease start, whose row the op names."""
+    row = lease.req_pool_index
+    if wrong := sampling_error(lease.sampling, lease.prompt_len, limits.vocab_size):
+        raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
+    if limits.greedy_only and (wrong := greedy_only_error(lease.sampling)):
+        raise Fault(RefusalCode.BAD_SAMPLING, row, wrong)
+    for token in lease.stop_ids:
+        if not 0 <= token < limits.vocab_size:
+            raise Fault(RefusalCode.TOKEN_OUT_OF_RANGE, row, f"stop id {token} is outside [0, {limits.vocab_size})")
+    if lease.history or lease.sampling.has_penalty:
+        _check_history(op, lease, limits)
 
 
 def check_verify_rows(op: ForwardOp, limits: Limits, live: BoolArray) -> None:

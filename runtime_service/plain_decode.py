@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from runtime_service.mixed_decode import MAX_SPECIAL, MixedDecode, MixedOp, are_pages
 from runtime_service.op_checks import BIT, Int64Array, Limits
 from runtime_service.ops import ForwardOp
 from runtime_service.row_rules import RowView
@@ -35,6 +36,7 @@ class PlainDecode:
     def __init__(self, limits: Limits, held: npt.NDArray[np.uint8]) -> None:
         size = limits.max_rows + 1
         self._limits = limits
+        self._mixed = MixedDecode(limits, held)
         self._held = held.reshape(-1)
         self._row_begins = np.arange(size) * held.shape[1]
         self._seen = np.zeros(size, dtype=np.bool_)  # scratch, all False between calls
@@ -45,15 +47,11 @@ class PlainDecode:
         self.repeats = False
         """The last op looked at named the rows of the one before."""
 
-    def look(self, op: ForwardOp, view: RowView) -> PlainOp | None:
+    def look(self, op: ForwardOp, view: RowView) -> PlainOp | MixedOp | None:
         """What `commit` needs, where the op is of the usual kind and keeps every rule; None says nothing about it."""
         num_rows = len(op.req_pool_indices)
         if not (
             0 < num_rows <= self._limits.max_rows
-            and not op.num_extend_rows
-            and not op.lease_starts
-            and not len(op.released_rows)
-            and not len(op.input_ids)
             and not len(op.verify_rows)
             and not len(op.verify_digests)
             and len(op.row_digests) in {0, num_rows}
@@ -63,16 +61,24 @@ class PlainDecode:
             and len(op.sizes) == num_rows
             and len(op.full_refresh) == num_rows
             and len(op.num_computed) == num_rows
+            and len(op.input_lens) == num_rows
             and len(op.sample) == num_rows
             and op.req_pool_indices.dtype is _INT32
-            and op.input_lens.dtype is _INT32
-            and op.input_lens.tobytes() == self._ones[: 4 * num_rows]
-            and not np.count_nonzero(op.full_refresh)
         ):
             return None
-        rows = self._different_rows(op)
-        if rows is None:
+        num_refreshed = np.count_nonzero(op.full_refresh)
+        if num_refreshed > MAX_SPECIAL or (rows := self._different_rows(op)) is None:
             return None
+        if (
+            num_refreshed
+            or op.num_extend_rows
+            or op.lease_starts
+            or len(op.released_rows)
+            or len(op.input_ids)
+            or op.input_lens.dtype is not _INT32
+            or op.input_lens.tobytes() != self._ones[: 4 * num_rows]
+        ):
+            return self._mixed.look(op, rows, view)
         # In 64 bits, as `view` is: entries of a hostile op may be large.
         row_lens, computed = view.row_len.take(rows), view.end.take(rows)
         good = view.generation.take(rows) == op.row_generations
@@ -86,13 +92,15 @@ class PlainDecode:
         good &= computed < row_lens
         if np.count_nonzero(good) != num_rows:
             return None
-        growing = op.sizes.nonzero()[0]
-        if len(growing) and (op.sizes.max() > 1 or op.sizes.min() < 0):
+        if np.count_nonzero(op.sizes >> 1):  # a bit but the lowest: more than a page, or less than none
             return None
-        return self.look_at_pages(op, rows, growing)
+        return self.look_at_pages(op, rows, op.sizes.nonzero()[0])
 
-    def commit(self, plain: PlainOp, view: RowView) -> None:
-        """The rows are now as the op says: generation, life and having been asked for a token stay."""
+    def commit(self, plain: PlainOp | MixedOp, view: RowView) -> None:
+        """The rows are now as the op says: generation, life and having been asked for a token of a plain row stay."""
+        if isinstance(plain, MixedOp):
+            self._mixed.commit(plain, view)
+            return
         op, rows = plain.op, plain.rows
         if len(plain.held_bytes):
             self._held[plain.held_bytes] |= plain.held_bits
@@ -106,12 +114,13 @@ class PlainDecode:
         key = op.req_pool_indices.tobytes()
         self.repeats = key == self._rows_key
         if not self.repeats:
-            rows = op.req_pool_indices.astype(np.intp)
-            if rows.min() < 1 or rows.max() > self._limits.max_rows:
-                return None
+            rows = op.req_pool_indices.view(np.uint32).astype(np.intp)  # a negative one is past the end there
             seen = self._seen
-            seen[rows] = True
-            num_different = np.count_nonzero(seen)
+            try:
+                seen[rows] = True
+                num_different = np.count_nonzero(seen) - seen.item(0)  # row 0 is nobody's
+            except IndexError:
+                num_different = 0
             seen[:] = False
             if num_different != len(rows):
                 return None
@@ -125,7 +134,7 @@ class PlainDecode:
             return None
         if not len(pages):
             return PlainOp(op, rows, growing, BIT[:0])
-        if pages.min() < 1 or pages.max() > self._limits.num_pages:
+        if not are_pages(pages, self._limits.num_pages):
             return None
         held_bytes = self._row_begins.take(rows.take(growing))
         held_bytes += pages >> 3

@@ -18,13 +18,21 @@ import numpy.typing as npt
 import structlog
 import torch
 
-from runtime_service.columns import ColumnTypeError, ColumnValueError, as_bool, as_int32, check_lengths, check_rows
+from runtime_service.columns import (
+    ColumnTypeError,
+    ColumnValueError,
+    are_plain_int32,
+    as_bool,
+    as_int32,
+    check_lengths,
+    check_rows,
+    is_plain_bool,
+    row_index,
+)
 from runtime_service.kernels.mirror_apply import NUM_META_COLUMNS, mirror_apply
 from runtime_service.ops import BoolArray, Int32Array, PageColumns
 from runtime_service.staging import StagingRing
 
-_INT32 = np.dtype(np.int32)
-_BOOL = np.dtype(np.bool_)
 # Staging for ops of up to this many entries is there from the start; larger ones grow it once.
 _INITIAL_STAGING = 1 << 18
 
@@ -69,6 +77,7 @@ class ReqToPage:
         self._last_key = b""
         self._last_rows = np.empty(0, dtype=np.intp)
         self._counts: Int32Array = np.arange(max_rows + 1, dtype=np.int32)
+        self._zeros: Int32Array = np.zeros(max_rows + 1, dtype=np.int32)
         capacity = min(NUM_META_COLUMNS * 2 * max_rows + max_rows * max_pages_per_row, _INITIAL_STAGING)
         self._staging = StagingRing(self.device, torch.int32, capacity, kept_on_host=False)
 
@@ -123,7 +132,9 @@ class ReqToPage:
         if self.zero_fill:
             write_ends = np.maximum(valid_lens, self.valid_lens.take(index))
             if len(released):
-                write_begins, cleared = self._released(rows, released, copy_begins)
+                is_released = self._marked(released)
+                write_begins = np.where(is_released.take(index), np.int32(0), copy_begins)
+                cleared = self._to_clear(is_released, index)
 
         active = (write_ends > write_begins).nonzero()[0]
         if len(active) or len(cleared):
@@ -145,25 +156,22 @@ class ReqToPage:
         return wider
 
     def _apply_tails(self, op: PageColumns) -> bool:
-        """Apply an op of the usual kind: every row goes on from its length here, nothing is rewritten, released or too wide.
+        """Apply an op of a usual kind: every row goes on from its length here or is rewritten, and none is too wide.
 
         False, and nothing was done, for any other op, among them all that must be refused.
         """
         rows, row_lens, begins, sizes, pages = op.req_pool_indices, op.row_lens, op.begins, op.sizes, op.occupied_pages
-        for column in (rows, row_lens, begins, sizes, pages):
-            if type(column) is not np.ndarray or column.dtype is not _INT32 or column.ndim != 1:
-                return False
         num_rows, full = len(rows), op.full_refresh
         if not (
-            0 < num_rows == len(row_lens) == len(begins) == len(sizes) == len(full)
-            and not len(op.released_rows)
-            and type(full) is np.ndarray
-            and full.dtype is _BOOL
-            and not np.count_nonzero(full)
+            are_plain_int32(rows, row_lens, begins, sizes, pages, op.released_rows)
+            and 0 < num_rows == len(row_lens) == len(begins) == len(sizes) == len(full)
+            and is_plain_bool(full)
             and row_lens.view(np.uint32).max() <= self.max_pages_per_row  # a negative one is large there
         ):
             return False
         index = self._index_of(rows)
+        if len(op.released_rows) or np.count_nonzero(full):
+            return self._apply_some(op, index)
         lens = self.row_lens.take(index)
         if lens.tobytes() != begins.tobytes():
             return False
@@ -189,6 +197,49 @@ class ReqToPage:
         self.valid_lens[index] = row_lens
         return True
 
+    def _apply_some(self, op: PageColumns, index: npt.NDArray[np.intp]) -> bool:
+        """`_apply_tails` where rows are rewritten or released, too; the types of the other columns have been looked at."""
+        row_lens, begins, pages, released, full = op.row_lens, op.begins, op.occupied_pages, op.released_rows, op.full_refresh
+        cleared = self._no_rows
+        if len(released):
+            check_rows("released_rows", released, self.max_rows)
+            is_released = self._marked(released)
+            again = is_released.take(index)
+            if np.count_nonzero(again > full):  # goes on although it was released
+                return False
+            if self.zero_fill:
+                cleared = self._to_clear(is_released, index)
+        lens, num_sent = self.row_lens.take(index), op.sizes
+        if np.count_nonzero(full):
+            np.copyto(lens, begins, where=full)
+            num_sent = np.where(full, row_lens, num_sent)
+        if lens.tobytes() != begins.tobytes():
+            return False
+        lens += op.sizes
+        active = num_sent.nonzero()[0]
+        num_sent = num_sent.take(active)
+        src_ends = num_sent.cumsum()
+        if (
+            lens.tobytes() != row_lens.tobytes()
+            or np.count_nonzero((begins | op.sizes) < 0)  # the sign bit of either
+            or np.count_nonzero(full.take(active)) != np.count_nonzero(full)  # one is rewritten as nothing
+            or (src_ends[-1] if len(active) else 0) != len(pages)
+        ):
+            return False
+        index, row_lens = index.take(active), row_lens.take(active)
+        if len(active) or len(cleared):
+            copy_begins = row_lens - num_sent  # 0 of a row that is rewritten
+            # A row is written as far as it was, and that is never past the new length of one that goes on.
+            write_ends = np.maximum(row_lens, self.valid_lens.take(index)) if self.zero_fill else row_lens
+            meta = (index, src_ends - num_sent, copy_begins, num_sent, copy_begins, write_ends)
+            self._launch(cleared, meta, len(active), pages)
+        if len(released):
+            self.row_lens[released] = 0
+            self.valid_lens[released] = 0
+        self.row_lens[index] = row_lens
+        self.valid_lens[index] = row_lens
+        return True
+
     def append(self, index: npt.NDArray[np.intp], pages: Int32Array) -> None:
         """Append a page to each of these rows; on the CPU only. They are different, in range and not yet of full width."""
         assert self.host_table is not None
@@ -202,19 +253,19 @@ class ReqToPage:
         """The row numbers as an index; raises ColumnValueError for one out of range."""
         # Most ops name the rows of the op before.
         if (key := rows.tobytes()) != self._last_key:
-            check_rows("req_pool_indices", rows, self.max_rows)
-            self._last_key, self._last_rows = key, rows.astype(np.intp)
+            self._last_key, self._last_rows = key, row_index("req_pool_indices", rows, self.max_rows)
         return self._last_rows
 
-    def _released(self, rows: Int32Array, released: Int32Array, copy_begins: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Write begins of the op's rows, and the released rows to clear in the same launch."""
+    def _marked(self, released: Int32Array) -> BoolArray:
         is_released = np.zeros(self.max_rows + 1, dtype=np.bool_)
         is_released[released] = True
+        return is_released
+
+    def _to_clear(self, is_released: BoolArray, index: npt.NDArray[np.intp]) -> Int32Array:
+        """Released rows to clear in the launch; `index` are the op's rows, `is_released` is used up."""
         # Released and leased anew in one op: the row's own entry clears it, since a launch may name a row only once.
-        write_begins = np.where(is_released[rows], np.int32(0), copy_begins)
-        is_released[rows] = False
-        cleared = np.flatnonzero(is_released & (self.valid_lens > 0)).astype(np.int32)
-        return write_begins, cleared
+        is_released[index] = False
+        return (is_released & (self.valid_lens > 0)).nonzero()[0].astype(np.int32)
 
     def _launch(
         self,
@@ -230,13 +281,10 @@ class ReqToPage:
         num_meta = NUM_META_COLUMNS * num_staged
         packed = self._staging.begin(num_meta + len(pages))
         if num_cleared:
-            columns = packed[:num_meta].reshape(NUM_META_COLUMNS, num_staged)
-            for column, values in zip(columns, meta, strict=True):
-                column[num_cleared:] = values
-            columns[:, :num_cleared] = 0
-            columns[0, :num_cleared] = cleared
-            columns[5, :num_cleared] = self.valid_lens[cleared]
-            packed[num_meta:] = pages
+            zeros = self._zeros[:num_cleared]
+            firsts = (cleared, zeros, zeros, zeros, zeros, self.valid_lens.take(cleared))
+            parts = [part for column in zip(firsts, meta, strict=True) for part in column]
+            np.concatenate((*parts, pages), out=packed, casting="same_kind")
         else:
             np.concatenate((*meta, pages), out=packed, casting="same_kind")
         if max_write_len is None:

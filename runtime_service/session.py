@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime_service.errors import Refusal
+from runtime_service.mixed_decode import MixedOp
 from runtime_service.op_checks import (
-    BIT,
     Fault,
     Int64Array,
     Limits,
@@ -34,6 +34,7 @@ from runtime_service.op_checks import (
     check_tokens,
     check_verify_rows,
     entry_rows,
+    hold_pages,
 )
 from runtime_service.ops import ForwardOp, RefusalCode, StepResult
 from runtime_service.plain_decode import PlainDecode, PlainOp
@@ -91,7 +92,7 @@ class SessionState:
         self._bad = np.zeros((NUM_RULES, size), dtype=np.bool_)  # scratch
         self._index = np.arange(size)
         self._plain = PlainDecode(self.limits, self._held)
-        self._checked: PlainOp | tuple[ForwardOp, Int64Array] | None = None
+        self._checked: PlainOp | MixedOp | tuple[ForwardOp, Int64Array] | None = None
         self._committed: PlainOp | None = None  # the last op, if it is of this kind
 
     # -- sessions
@@ -177,24 +178,32 @@ class SessionState:
             self._committed = checked
             return
         self._committed = None
-        owners = checked[1] if isinstance(checked, tuple) and checked[0] is op else None
+        for row in op.released_rows.tolist():
+            self.request_ids.pop(row, None)
+        if isinstance(checked, MixedOp) and checked.op is op:
+            self._plain.commit(checked, self._view)
+        else:
+            self._commit_rows(op, checked[1] if isinstance(checked, tuple) and checked[0] is op else None)
+        for lease in op.lease_starts:
+            self.request_ids[lease.req_pool_index] = lease.request_id
+        self.last_step = op.step
+
+    def _commit_rows(self, op: ForwardOp, owners: Int64Array | None) -> None:
         view, rows = self._view, op.req_pool_indices.astype(np.intp)
         if len(op.released_rows):
             view.live[op.released_rows] = False
-            for row in op.released_rows.tolist():
-                self.request_ids.pop(row, None)
         if len(rows):
             if not self.lenient and len(op.occupied_pages):
-                self._hold(op, rows, entry_rows(op) if owners is None else owners)
+                if owners is None:
+                    hold_pages(op, self._held, entry_rows(op), checked=False)
+                else:
+                    hold_pages(op, self._held, owners, checked=True)
             new = (view.generation[rows] != op.row_generations) | ~view.live[rows]
             view.generation[rows] = op.row_generations
             view.live[rows] = True
             view.row_len[rows] = op.row_lens
             view.end[rows] = np.add(op.num_computed, op.input_lens, dtype=np.int64)
             view.sampled[rows] = op.sample | (view.sampled[rows] & ~new)
-        for lease in op.lease_starts:
-            self.request_ids[lease.req_pool_index] = lease.request_id
-        self.last_step = op.step
 
     def repeated_rows(self, op: ForwardOp) -> npt.NDArray[np.intp] | None:
         """Its rows, where this op was committed last, is one of decode rows alone, and names the rows of the one before."""
@@ -287,13 +296,6 @@ class SessionState:
                 raise Fault(RefusalCode.LEASE_NOT_STARTED, row, "a new lease begins without its lease start")
         for row in started.keys() - set(new_rows):
             raise Fault(RefusalCode.MALFORMED, row, "lease start for a row whose lease goes on")
-
-    def _hold(self, op: ForwardOp, rows: npt.NDArray[np.intp], owners: Int64Array) -> None:
-        pages = op.occupied_pages
-        if op.full_refresh.any():
-            self._held[rows[op.full_refresh]] = 0
-        # Two pages of one row may share a byte, which a plain assignment would not survive.
-        np.bitwise_or.at(self._held, (rows[owners], pages >> 3), BIT[pages & 7])
 
     def _break(self, refusal: Refusal) -> Refusal:
         self.broken_by = refusal

@@ -25,6 +25,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 NUM_META_COLUMNS = 6
+_MANY = 16
+"""Up to so many rows are sooner written one by one."""
 
 
 def mirror_apply(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int, max_write_len: int) -> None:
@@ -89,9 +91,20 @@ def mirror_apply_naive(mirror: torch.Tensor, staged: torch.Tensor, num_rows: int
         front = np.maximum(write_begins - copy_begins, 0)
         src_begins, copy_begins = src_begins + front, copy_begins + front
     if copy_ends.tobytes() != write_ends.tobytes():
-        _fill(table, rows, np.maximum(copy_ends, write_begins), write_ends)
+        _clear(table, rows, np.maximum(copy_ends, write_begins), write_ends)
         copy_ends = np.minimum(copy_ends, write_ends)
     _fill(table, rows, copy_begins, copy_ends, packed[num_meta:], src_begins)
+
+
+def _clear(table: Int32Array, rows: Int64Array, begins: Int64Array, ends: Int64Array) -> None:
+    """Entries `[begins, ends)` of each row get 0; of most rows there are none."""
+    cleared = (ends > begins).nonzero()[0]
+    if len(cleared) > _MANY:
+        _fill(table, rows, begins, ends)
+        return
+    columns = (column.take(cleared).tolist() for column in (rows, begins, ends))
+    for row, begin, end in zip(*columns, strict=True):
+        table[row, begin:end] = 0
 
 
 def _fill(
@@ -104,8 +117,19 @@ def _fill(
 ) -> None:
     """Entries `[begins, ends)` of each row get its pages from `src_begins` on, or 0; where end is not past begin, none does."""
     lens = ends - begins
-    if np.count_nonzero(lens == 1) == len(lens):  # a step of decode rows
+    ones = lens == 1
+    num_others = len(lens) - np.count_nonzero(ones)
+    if not num_others:  # a step of decode rows
         table[rows, begins] = 0 if pages is None else pages[src_begins]
+        return
+    if num_others <= _MANY and pages is not None and src_begins is not None:  # the same, and a few more
+        singles = ones.nonzero()[0]
+        if len(singles):
+            table[rows.take(singles), begins.take(singles)] = pages.take(src_begins.take(singles))
+        for i in (~ones).nonzero()[0].tolist():
+            if (length := lens.item(i)) > 0:
+                begin, src_begin = begins.item(i), src_begins.item(i)
+                table[rows.item(i), begin : begin + length] = pages[src_begin : src_begin + length]
         return
     longest, shortest = int(lens.max()), int(lens.min())
     if longest <= 0:

@@ -282,3 +282,23 @@ def test_selected_rows_are_the_batch_of_these_rows(data: st.DataObject) -> None:
     for name in (*names, "out_cache_loc", *host):
         assert getattr(selected, name).tolist() == getattr(alone, name).tolist(), name
     assert (selected.num_rows, selected.num_extend_rows) == (alone.num_rows, alone.num_extend_rows)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="only a CPU has a short way of its own")
+@given(data=st.data())
+def test_short_way_of_a_cpu_builds_the_same_batch(data: st.DataObject) -> None:
+    """Chunks and decode rows, some of them past the mirror's width, become what is staged elsewhere."""
+    num_rows = data.draw(st.integers(1, 6))
+    num_extend_rows = data.draw(st.integers(0, num_rows))
+    rows: list[Row] = []
+    for i, row in enumerate(data.draw(st.permutations(range(1, 7)))[:num_rows]):
+        ids = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)) if i < num_extend_rows else None
+        num_computed = data.draw(st.integers(0, 34))
+        rows.append((row, [10 * row + place for place in range(9)], num_computed, ids))
+    short, general = build(rows), build(rows, decode_kernel=False)
+    names = ("rows", "num_computed", "input_lens", "seq_lens", "query_indptr", "input_ids", "positions", "token_rows")
+    for name in (*names, "out_cache_loc"):
+        assert getattr(short, name).dtype == getattr(general, name).dtype, name
+        assert getattr(short, name).tolist() == getattr(general, name).tolist(), name
+    assert short.clamped.tolist() == general.clamped.tolist()
+    assert (short.num_rows, short.num_extend_rows) == (general.num_rows, general.num_extend_rows)

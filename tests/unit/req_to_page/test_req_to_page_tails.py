@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime_service.req_to_page import ReqToPage
@@ -54,6 +54,53 @@ def test_quick_way_leaves_what_the_general_way_leaves(mirror_of: MirrorOf, ops: 
         assert first == second
         if isinstance(first[0], tuple):
             return
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_quick_way_of_mixed_ops_leaves_what_the_general_way_leaves(mirror_of: MirrorOf, ops: Any, data: st.DataObject) -> None:
+    """Refreshes, also to fewer pages or to none, and releases among tails, some with a wrong entry, both ways."""
+    options = {"width": 6, "zero_fill": data.draw(st.booleans())}
+    mirrors = [mirror_of(**options), mirror_of(**options)]
+    mirrors[1]._apply_tails = lambda op: False
+    lens = [3, 0, 2, 1]
+    rows = [ops.full(row, list(range(10 * row, 10 * row + length))) for row, length in enumerate(lens, start=1)]
+    assert outcome(mirrors[0], ops.make(rows)) == outcome(mirrors[1], ops.make(rows))
+    for _ in range(3):
+        released = data.draw(st.lists(st.integers(1, 4), max_size=2))
+        for row in released:
+            lens[row - 1] = 0
+        made = []
+        for row in data.draw(st.permutations([1, 2, 3, 4]))[: data.draw(st.integers(0, 4))]:
+            begin, full = lens[row - 1], data.draw(st.booleans())
+            lens[row - 1] = data.draw(st.integers(0 if full else begin, max(begin, 7)))
+            pages = list(range(10 * row, 10 * row + lens[row - 1]))
+            made.append(ops.full(row, pages) if full else ops.tail(row, begin, pages))
+        op = ops.make(made, released=released)
+        if data.draw(st.integers(0, 3)) == 0:
+            names = ["req_pool_indices", "row_lens", "begins", "sizes", "occupied_pages", "full_refresh", "released_rows"]
+            column = data.draw(st.sampled_from(names))
+            values = getattr(op, column).copy()
+            if len(values):
+                allowed: list[Any] = [-1, 0, 5] if column in {"req_pool_indices", "released_rows"} else INT32
+                new = data.draw(st.booleans() if column == "full_refresh" else st.sampled_from(allowed))
+                values[data.draw(st.integers(0, len(values) - 1))] = new
+            op = replace(op, **{column: values})
+        first, second = outcome(mirrors[0], op), outcome(mirrors[1], op)
+        assert first == second
+        if isinstance(first[0], tuple):
+            return
+
+
+def test_refreshes_and_releases_take_the_quick_way(mirror_of: MirrorOf, ops: Any) -> None:
+    """Rows that are rewritten, released, or both, do not send the rows that go on the general way."""
+    mirror = mirror_of()
+    mirror.apply(ops.make([ops.full(1, [1, 2]), ops.full(2, [3, 4, 5]), ops.full(3, [6])]))
+    assert mirror._apply_tails(ops.make([ops.tail(1, 2, [1, 2, 7]), ops.full(2, [8])]))
+    assert mirror._apply_tails(ops.make([ops.tail(1, 3, [1, 2, 7])], released=[3]))
+    assert mirror._apply_tails(ops.make([ops.tail(1, 3, [1, 2, 7, 9]), ops.full(2, [10, 11])], released=[2]))
+    assert [row.tolist() for row in mirror.read_rows([1, 2, 3])] == [[1, 2, 7, 9], [10, 11], []]
+    assert mirror.contents()[2][:4].tolist() == [10, 11, 0, 0]
 
 
 def test_plain_tails_take_the_quick_way(mirror_of: MirrorOf, ops: Any) -> None:
