@@ -21,11 +21,11 @@ NOTES: dict[str, str] = {
         " split (the last page of a prompt is never matched)."
     ),
     "wire: round trip of a step, no-op model / bare echo": (
-        "Of the difference about a third is the runtime's work on the op where it was read (comparing it with the one that was"
-        " expected, its pages, the model, the answer: 33 µs in a loop, two to three times that after a wake-up, with cold caches"
-        "), a fifth is reading the result and waking whoever waits for it, and the rest is larger frames and the second stream"
-        " message in each direction. The no-op model's steps run where the op was read; a real model's go to the execution"
-        " thread, which is two hops more, and are hidden behind the model."
+        "Of the difference about a third is the runtime's work on the op where it was read: comparing it with the one that was"
+        " expected, its pages, the model, the answer, 33 µs in a loop and two to three times that after a wake-up, when caches are"
+        " cold. A fifth is reading the result and waking whoever waits for it. The rest is larger frames and a second layer of"
+        " messages in each direction. The no-op model's steps run where the op was read; a real model's go to the execution"
+        " thread, which is two hops more, hidden behind the model."
     ),
     "streaming: 256 streams behind a front end: CPU µs of the scheduler per token": (
         "What a step costs the scheduler's process (planning, the link to the runtime, one message to each front end, callbacks"
