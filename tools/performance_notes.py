@@ -23,8 +23,8 @@ NOTES: dict[str, str] = {
     "wire: round trip of a step, no-op model / bare echo": (
         "Of the difference about a third is the runtime's work on the op where it was read: comparing it with the one that was"
         " expected, its pages, the model, the answer, 33 µs in a loop and two to three times that after a wake-up, when"
-        " caches are cold. A fifth is reading the result and waking whoever waits for it. The rest is larger frames and a second layer of"
-        " messages in each direction. The no-op model's steps run where the op was read; a real model's go to the execution"
+        " caches are cold. A fifth is reading the result and waking whoever waits for it. The rest is larger"
+        " frames and a second layer of messages in each direction. The no-op model's steps run where the op was read; a real model's go to the execution"
         " thread, which is two hops more, hidden behind the model."
     ),
     "streaming: 256 streams behind a front end: CPU µs of the scheduler per token": (
