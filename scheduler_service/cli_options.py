@@ -97,7 +97,7 @@ StuckTimeout = Annotated[
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.  [default: info]")]
 LogJson = Annotated[bool | None, typer.Option("--log-json", help="One JSON object a log line.")]
-MetricsHost = Annotated[str | None, typer.Option(help="Serve them on this address.  [default: the address served on, or loopback]")]
+MetricsHost = Annotated[str | None, typer.Option(help="Serve them on this address.  [default: that of the port, or loopback]")]
 VllmMetrics = Annotated[bool | None, typer.Option("--vllm-metrics", help="Serve metrics under vLLM's names, too.")]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate in PEM, with its chain: serve TLS.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Key of --tls-cert.")]
