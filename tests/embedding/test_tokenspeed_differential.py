@@ -68,7 +68,7 @@ def newer_python(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -
     folder = tmp_path_factory.mktemp("newer")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
     python = str(folder / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*pip, "numpy", "-c", str(project_root / "constraints.txt")], check=True, timeout=110)
     subprocess.run([*pip, NEWER], check=True, timeout=110)
     return python
