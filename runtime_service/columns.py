@@ -104,3 +104,10 @@ def check_lengths(row_lens: Int32Array, begins: Int32Array, sizes: Int32Array) -
         raise ColumnValueError(
             "row_lens", int(row_lens[i]), f"begin + size = {int(begins[i])} + {int(sizes[i])}, neither of them negative"
         )
+
+
+def marked(rows: Int32Array, max_rows: int) -> BoolArray:
+    """For each row number whether it is one of `rows`, bool [max_rows + 1]."""
+    marks = np.zeros(max_rows + 1, dtype=np.bool_)
+    marks[rows] = True
+    return marks

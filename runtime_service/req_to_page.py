@@ -27,6 +27,7 @@ from runtime_service.columns import (
     check_lengths,
     check_rows,
     is_plain_bool,
+    marked,
     row_index,
 )
 from runtime_service.kernels.mirror_apply import NUM_META_COLUMNS, mirror_apply
@@ -132,7 +133,7 @@ class ReqToPage:
         if self.zero_fill:
             write_ends = np.maximum(valid_lens, self.valid_lens.take(index))
             if len(released):
-                is_released = self._marked(released)
+                is_released = marked(released, self.max_rows)
                 write_begins = np.where(is_released.take(index), np.int32(0), copy_begins)
                 cleared = self._to_clear(is_released, index)
 
@@ -203,7 +204,7 @@ class ReqToPage:
         cleared = self._no_rows
         if len(released):
             check_rows("released_rows", released, self.max_rows)
-            is_released = self._marked(released)
+            is_released = marked(released, self.max_rows)
             again = is_released.take(index)
             if np.count_nonzero(again > full):  # goes on although it was released
                 return False
@@ -255,11 +256,6 @@ class ReqToPage:
         if (key := rows.tobytes()) != self._last_key:
             self._last_key, self._last_rows = key, row_index("req_pool_indices", rows, self.max_rows)
         return self._last_rows
-
-    def _marked(self, released: Int32Array) -> BoolArray:
-        is_released = np.zeros(self.max_rows + 1, dtype=np.bool_)
-        is_released[released] = True
-        return is_released
 
     def _to_clear(self, is_released: BoolArray, index: npt.NDArray[np.intp]) -> Int32Array:
         """Released rows to clear in the launch; `index` are the op's rows, `is_released` is used up."""
