@@ -21,8 +21,9 @@ venv: .venv/.installed ## create .venv and install everything from the project's
 demo: venv model ## the worked example, then real text under page pressure
 	$(BIN)/pagemirror demo
 
+# Tests wait for processes more than they compute: two at a time, whole files each.
 test: venv model ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 smoke: venv model ## forty questions to a real model, alone and under page pressure: is it still right?
 	$(BIN)/python tools/accuracy_smoke.py

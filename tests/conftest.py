@@ -62,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests have measured and recorded as `measured`, also where they ran in another process."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "measured" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
+
+
 @pytest.fixture(scope="session")
 def child_env() -> dict[str, str]:
     """Environment for the processes that tests start, as a user would start them.

@@ -50,8 +50,8 @@ def test_files_that_cannot_be_used_end_the_command(certificates: Any, strangers:
     for arguments, words in (
         ((*local, "--tls-cert", cert, "--tls-key", other), "key values mismatch"),
         ((*local, "--token-file", str(tmp_path / "short")), "line 1: a token has 16 to 4096 characters, this one 5"),
-        ((*local, "--runtime-tls-ca", missing), "none.pem: cannot be read: No such file or directory"),
-        (("rows", "--tls-ca", missing), "none.pem: cannot be read: No such file or directory"),
+        ((*local, "--runtime-tls-ca", missing), "none.pem: No such file or directory"),
+        (("rows", "--tls-ca", missing), "none.pem: No such file or directory"),
         (("generate", "--tokens", "1", "--tls-name", "x"), "need --tls-ca"),
         (("generate", "--tokens", "1", "--token-file", missing), "none.pem: No such file or directory"),
         (("rows", "--tls-ca", str(certificates.ca), "--tls-key", other), "--tls-cert and --tls-key go together"),
