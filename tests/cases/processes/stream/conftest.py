@@ -199,8 +199,11 @@ class Stream:
 
     @staticmethod
     @contextlib.asynccontextmanager
-    async def runtime(**given: Any) -> AsyncIterator[LocalRuntime]:
-        """A runtime of the fingerprint model; keyword arguments are its settings."""
+    async def runtime(*, waits: bool = False, **given: Any) -> AsyncIterator[LocalRuntime]:
+        """A runtime of the fingerprint model; other keyword arguments are its settings.
+
+        `waits`: its steps will be made to wait, so they are not announced as short ones, which run in the event loop.
+        """
         defaults = {"listen": "127.0.0.1:0", "page_size": 4, "max_rows": 8, "num_pages": 64, "max_pages_per_row": 16}
         settings = load_runtime_settings(**(defaults | {"heartbeat_interval_s": 0.2, "grace_s": 0.2} | given))
         thread, stop = ExecutionThread(), asyncio.Event()
@@ -208,7 +211,10 @@ class Stream:
         made: list[Any] = []
 
         def create(settings: Any) -> Any:
-            made.append(runtime_app.create_executor(settings))
+            executor, capacity = runtime_app.create_executor(settings)
+            if waits:
+                executor = FingerprintExecutor(capacity.num_pages, settings.page_size)
+            made.append((executor, capacity))
             return made[-1]
 
         task = asyncio.create_task(runtime_app.serve(settings, thread, stop=stop, create=create, announce=ready.set_result))

@@ -149,7 +149,7 @@ async def test_b57_lost_repeated_and_reordered_ops(harness: Any, stream: Any, co
 async def test_b67_idle_and_half_closed_stream(harness: Any, stream: Any, continuation: Continuation) -> None:
     """A stream whose writer is idle or has ended loses its replies (grpc/grpc#21737, grpc/grpc#25372)."""
     async with (
-        stream.runtime(heartbeat_interval_s=0.05) as runtime,
+        stream.runtime(waits=True, heartbeat_interval_s=0.05) as runtime,
         aio.insecure_channel(runtime.address, options=CLIENT_OPTIONS) as channel,
     ):
         peer = stream.Peer(channel)
