@@ -106,11 +106,12 @@ async def serve(
     stop: asyncio.Event | None = None,
     create: Create = create_executor,
     announce: Callable[[str], None] | None = None,
+    is_last: bool = False,
 ) -> None:
     """Serve until SIGTERM, SIGINT, the end of `settings.exit_with_parent` or `stop`; everything has ended when it returns.
 
-    `announce` gets the readiness line, by default stdout does. Raises AddressInUseError, SettingsError, and whatever loading
-    the model raises.
+    `announce` gets the readiness line, by default stdout does. `is_last`: the process ends with it, so that a second signal
+    must not turn its orderly end into another. Raises AddressInUseError, SettingsError, and whatever loading the model raises.
     """
     stop = stop or asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -180,6 +181,8 @@ async def serve(
             task.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+            if is_last:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _open_traces(endpoint: str | None, servicer: RuntimeServicer) -> Traces | None:
@@ -258,7 +261,7 @@ def run(settings: RuntimeSettings) -> int:
     configure_logging(settings)
     thread = ExecutionThread()
     try:
-        _run_loop(serve(settings, thread))
+        _run_loop(serve(settings, thread, is_last=True))
         status = 0
     except RuntimeServiceError as error:
         sys.stderr.write(f"error: {error}\n")
