@@ -285,7 +285,8 @@ def test_b46_padding_writes_no_live_page(kernels: Any) -> None:
     run(row(1, [1], 1, False, computed=3))
     assert graphs.num_replays == 2
     for layer, old in zip(executor.cache.layers, before, strict=True):
-        assert torch.equal(layer[:, 2:], old[:, 2:])
+        # Bit for bit: memory that nobody has written may hold what is equal to nothing.
+        assert torch.equal(layer[:, 2:].view(torch.uint8), old[:, 2:].view(torch.uint8))
         assert not torch.equal(layer[:, 1, 3], old[:, 1, 3])
     static = dict(zip(("rows", "num_computed", "seq_lens", "input_ids", "positions", "out_cache_loc"),
                       torch.split(graphs._captured[4].static, 4), strict=True))  # fmt: skip
