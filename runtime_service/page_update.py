@@ -128,15 +128,15 @@ class PageFeed:
         columns = (update.req_pool_indices, update.row_lens, update.begins, update.sizes, update.full_refresh)
         for row, row_len, begin, size, full in zip(*(column.tolist() for column in columns), strict=True):
             if row in after:
-                raise _refusal(RefusalCode.ROW_REPEATED, row, "the update names this row twice")
+                raise refusal_of_row(RefusalCode.ROW_REPEATED, row, "the update names this row twice")
             if min(begin, size) < 0 or begin + size != row_len:
-                raise _refusal(RefusalCode.LENGTH_MISMATCH, row, f"begin {begin} + size {size} is not row_len {row_len}")
+                raise refusal_of_row(RefusalCode.LENGTH_MISMATCH, row, f"begin {begin} + size {size} is not row_len {row_len}")
             taken = update.occupied_pages[at : at + (row_len if full else size)]
             at += row_len if full else size
             before = self._rows.get(row, taken[:0]) if row not in released else taken[:0]
             if not full and begin != len(before):
                 word = "overlaps" if begin < len(before) else "leaves a gap after"
-                raise _refusal(RefusalCode.GAP, row, f"begin {begin} {word} the {len(before)} pages that the row has")
+                raise refusal_of_row(RefusalCode.GAP, row, f"begin {begin} {word} the {len(before)} pages that the row has")
             pages = taken.copy() if full else np.concatenate((before, taken))
             if len(pages) == row_len:  # else the column is too short, which is told below
                 self._check_pages(row, pages)
@@ -152,12 +152,15 @@ class PageFeed:
             return
         if pages.min() < self._lowest_page or pages.max() > num_pages:
             page = int(pages[(pages < self._lowest_page) | (pages > num_pages)][0])
-            raise _refusal(RefusalCode.PAGE_OUT_OF_RANGE, row, f"page {page} is outside [{self._lowest_page}, {num_pages}]")
+            raise refusal_of_row(
+                RefusalCode.PAGE_OUT_OF_RANGE, row, f"page {page} is outside [{self._lowest_page}, {num_pages}]"
+            )
         numbers, counts = np.unique(pages, return_counts=True)
         repeated = numbers[(counts > 1) & (numbers > 0)]
         if len(repeated):
-            raise _refusal(RefusalCode.PAGE_REPEATED, row, f"page {repeated[0]} would be in the row twice")
+            raise refusal_of_row(RefusalCode.PAGE_REPEATED, row, f"page {repeated[0]} would be in the row twice")
 
 
-def _refusal(code: RefusalCode, row: int, detail: str) -> Refusal:
+def refusal_of_row(code: RefusalCode, row: int, detail: str) -> Refusal:
+    """A refusal whose text names the row."""
     return Refusal(code, row, detail=f"row {row}: {detail}")

@@ -20,7 +20,7 @@ import torch
 from runtime_service.columns import ColumnTypeError, ColumnValueError
 from runtime_service.errors import Refusal
 from runtime_service.ops import Int32Array, RefusalCode
-from runtime_service.page_update import Column, PageUpdate
+from runtime_service.page_update import Column, PageUpdate, refusal_of_row
 
 Key = int | tuple[int, slice]
 _EMPTY: Int32Array = np.empty(0, dtype=np.int32)
@@ -68,7 +68,7 @@ class SglangRows:
         row, begin = self._row(index), self._begin(place, slots)
         num_tokens = self._num_tokens.get(row, 0)
         if begin > num_tokens:
-            raise _refusal(RefusalCode.GAP, row, f"a write at token {begin} leaves a gap after the {num_tokens} it has")
+            raise refusal_of_row(RefusalCode.GAP, row, f"a write at token {begin} leaves a gap after the {num_tokens} it has")
         end = begin + len(slots)
         self._num_tokens[row], self._pages[row] = max(num_tokens, end), self._paged(row, begin, slots)
 
@@ -144,7 +144,7 @@ class SglangRows:
         if len(bad := np.flatnonzero((slots % size != positions % size) | (slots < 0))):
             position, slot = int(positions[bad[0]]), int(slots[bad[0]])
             detail = f"token {position} has slot {slot}, whose offset in a page of {size} is not {position % size}"
-            raise _refusal(RefusalCode.MALFORMED, row, detail)
+            raise refusal_of_row(RefusalCode.MALFORMED, row, detail)
         before = self._pages.get(row, _EMPTY)
         after = np.concatenate((before, np.zeros(max(0, -(-end // size) - len(before)), dtype=np.int32)))
         logical = positions // size
@@ -156,14 +156,10 @@ class SglangRows:
         if end % size and end < self._num_tokens.get(row, 0) and after[end // size] != before[end // size]:
             torn.append(end)
         if torn:
-            raise _refusal(RefusalCode.MALFORMED, row, f"token {torn[0]} would be on another page than its neighbours")
+            raise refusal_of_row(RefusalCode.MALFORMED, row, f"token {torn[0]} would be on another page than its neighbours")
         if len(after) == len(before) and (after == before).all():
             return before
         if len(np.unique(after)) < len(after):
             numbers, counts = np.unique(after, return_counts=True)
-            raise _refusal(RefusalCode.PAGE_REPEATED, row, f"page {numbers[counts > 1][0]} would be in the row twice")
+            raise refusal_of_row(RefusalCode.PAGE_REPEATED, row, f"page {numbers[counts > 1][0]} would be in the row twice")
         return after
-
-
-def _refusal(code: RefusalCode, row: int, detail: str) -> Refusal:
-    return Refusal(code, row, detail=f"row {row}: {detail}")
